@@ -1,0 +1,103 @@
+"""The whole plug-in contract: a drafter guesses, the target decides, and nothing a drafter does can change the text.
+
+A drafter keeps one state per sequence, made by `begin`, handed back to every call. Each step of the loop is
+
+    propose   what may come after the pending token: a tree rooted there
+    (the target reads the tree, the rule keeps what the target itself would have written)
+    observe   what was kept
+
+Weights live in the drafter, text lives in the states; the two never mix, so one drafter serves many sequences.
+
+For authors who use the rules `block` or `standard`: a node may be added, dropped or cut short because of what was
+drawn *above* it, never because of its own drawn value or a sibling's. Under `coupled` any choice is harmless.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from paceline.sampling import Draws
+from paceline.tree import TokenTree
+
+S = TypeVar("S")
+"""What a drafter remembers of one sequence."""
+
+
+class Ask(NamedTuple):
+    """What one sequence wants from its drafter this step."""
+
+    pending: int
+    """The last emitted token: the root of the tree to propose."""
+    position: int
+    """Its absolute position; a node at depth d stands at position + d."""
+    budget: int
+    """Most nodes worth verifying, the root not counted; more are cut."""
+    depth: int
+    """Deepest node worth drafting: tokens and context left, and the configured length; deeper ones are cut."""
+    law: Callable[[Float[Tensor, "*B V"], Sequence[int]], Float[Tensor, "*B V"]]
+    """(a drafter's logits, drafted ids above) -> log-law under the request's own sampling settings."""
+    rank: Callable[[Float[Tensor, "*B V"], Sequence[int], int], Float[Tensor, "*B V"]]
+    """(a drafter's logits, drafted ids above, position) -> keys to sort candidates by: coupled to the noise of that
+    position when sampling, the processed logits when greedy; filtered tokens come last."""
+    draws: Draws
+    """The request's randomness: `noise(position)` for coupled drafts, `draft(law)` for independent ones."""
+
+
+class Step(NamedTuple):
+    """What one sequence's cache just gained: a chunk of the prompt, or a pass's root and accepted nodes."""
+
+    tokens: list[int]
+    """The A tokens that were committed; A is 0 when the prompt is one token long."""
+    following: list[int]
+    """For each, the token that follows it in the text; the last one is the new pending token."""
+    logits: Float[Tensor, "A V"] | None = None
+    """The target's raw logits after each; only of passes, and only for drafters with `reads_logits`."""
+    hidden: Float[Tensor, "A TH"] | None = None
+    """The tapped hidden states of each, side by side; None without taps."""
+    rider_logits: Float[Tensor, "M V"] | None = None
+    """Raw logits at the tree's rider tokens, when it carried some."""
+
+
+class Drafter(ABC, Generic[S]):
+    """Guesses what the target will write next. Subclass it, and pass an instance as `method`."""
+
+    taps: tuple[int, ...] = ()
+    """Which of the target's `hidden_states` (as `transformers` counts them) `Step.hidden` carries; () costs nothing."""
+    reads_logits: bool = False
+    """Whether `Step.logits` is wanted; it copies a vocabulary-wide row per kept token."""
+
+    def bind(self, target: Any) -> None:
+        """Called once per target before any work: check vocabulary and width, borrow embeddings.
+
+        Raises:
+            IncompatibleDrafter: when it does not fit.
+        """
+
+    @abstractmethod
+    def begin(self, prompt: Step) -> S:
+        """The state of a new sequence, from its prompt's first chunk; `observe` brings the other chunks."""
+
+    @abstractmethod
+    def propose(self, states: list[S], asks: list[Ask]) -> list[TokenTree]:
+        """One tree per sequence, rooted at its pending token; `TokenTree.root(ask.pending)` when there is no guess."""
+
+    @abstractmethod
+    def observe(self, states: list[S], steps: list[Step]) -> None:
+        """Learn what was kept, once after every pass and every further chunk of the prompt."""
+
+
+class NoDraft(Drafter[None]):
+    """Plain decoding through the same loop: the baseline, and what others are compared with."""
+
+    def begin(self, prompt: Step) -> None:
+        """Nothing to remember."""
+
+    def propose(self, states: list[None], asks: list[Ask]) -> list[TokenTree]:
+        """The pending token alone."""
+        return [TokenTree.root(ask.pending) for ask in asks]
+
+    def observe(self, states: list[None], steps: list[Step]) -> None:
+        """Nothing to learn."""

@@ -1,0 +1,87 @@
+"""Progress on standard error: a bar on a terminal, a few plain lines elsewhere, nothing when not asked for."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+def human(num_bytes: float) -> str:
+    """``1.1 GB``: decimal units, as download pages use them."""
+    for unit in ("B", "kB", "MB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.0f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} GB"
+
+
+def note(text: str, progress: bool) -> None:
+    """One line for the reader."""
+    if progress:
+        print(f"paceline: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def meter(label: str, total: int, progress: bool) -> Iterator[Callable[[int], None]]:
+    """A function that takes the bytes done so far and shows them with the time left."""
+    if not progress:
+        yield lambda done: None
+    elif sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task(label, total=total)
+            yield lambda done: bar.update(task, completed=min(done, total))
+    else:
+        yield _lines(label, total)
+
+
+def _lines(label: str, total: int) -> Callable[[int], None]:
+    """A line at the start and at every quarter."""
+    begun, first, shown = time.monotonic(), -1, -1
+
+    def tick(done: int) -> None:
+        nonlocal first, shown
+        first = done if first < 0 else first  # what an earlier run left does not count towards the speed
+        quarter = 4 * min(done, total) // max(1, total)
+        if quarter <= shown:
+            return
+        shown = quarter
+        left = ""
+        if first < done < total:
+            left = f", about {(time.monotonic() - begun) * (total - done) / (done - first):.0f} s left"
+        note(f"{label}: {human(min(done, total))} of {human(total)}{left}", True)
+
+    return tick
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files below a folder; files may come and go meanwhile."""
+    size = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            size += path.lstat().st_size if path.is_file() and not path.is_symlink() else 0
+    return size
+
+
+@contextmanager
+def watching(folder: Path, tick: Callable[[int], None]) -> Iterator[None]:
+    """Reports the bytes below a folder twice a second, for downloaders that say nothing themselves."""
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.wait(0.5):
+            with suppress(OSError):
+                tick(size_of(folder))
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()

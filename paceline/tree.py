@@ -1,0 +1,321 @@
+"""Everything the target reads in one pass is a tree whose node 0 is the pending token.
+
+A chain is a tree with one child per node; plain decoding is the tree with one node. Two numberings live here:
+
+    nodes   the drafter's own order, parents before children; paths, laws and verdicts speak of nodes
+    slots   where the nodes lie in the pass: the likeliest path first, because the CPU forward is bit-exact there
+
+    nodes         0 ─┬─ 1 ── 3        slots, if node 2 scores best     0 2 1 3
+                     └─ 2                   a chain                    0 1 2 3 …
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from paceline.errors import BadRequest
+
+
+class Drawn(Enum):
+    """How the children of every node were chosen: the one thing a rule must know about a drafter, besides q."""
+
+    FIXED = "fixed"
+    """Without chance given the path (look-up, top-k), or coupled to the request's noise: needs no q."""
+    IID = "iid"
+    """Independently from q, repeats allowed."""
+    DISTINCT = "distinct"
+    """From q without replacement, in the order of the node numbers."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rider:
+    """Extra tokens that share a tree's pass and are never accepted (Lookahead's window)."""
+
+    tokens: Int64[Tensor, "M"]
+    offsets: Int64[Tensor, "M"]
+    """Position of each rider token minus the pending token's position."""
+    mask: Bool[Tensor, "M N+M"]
+    """What each rider token sees of the tree's nodes (in node order), then of the riders."""
+
+    def __post_init__(self) -> None:
+        _check_ids("rider tokens", self.tokens)
+        size = self.tokens.shape[0]
+        if self.offsets.dtype != torch.int64 or tuple(self.offsets.shape) != (size,):
+            raise BadRequest(
+                f"rider offsets are {_say(self.offsets)}; one int64 offset for each of {size} tokens is needed"
+            )
+        if self.mask.dtype != torch.bool or self.mask.ndim != 2 or self.mask.shape[0] != size:
+            raise BadRequest(f"rider mask is {_say(self.mask)}; bool [{size}, nodes + {size}] is needed")
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTree:
+    """Drafted tokens under the pending token, with a truthful label of how siblings were drawn.
+
+    `tokens[0]` is the pending token and `parents[0]` is -1; a parent comes before its children, and siblings are
+    numbered in the order in which they were drawn.
+    """
+
+    tokens: Int64[Tensor, "N"]
+    parents: Int64[Tensor, "N"]
+    drawn: Drawn = Drawn.FIXED
+    q: Float[Tensor, "N V"] | None = None
+    """q[i] is the law that the children of node i were drawn from; rows of leaves are never read."""
+    score: Float[Tensor, "N"] | None = None
+    """Expected acceptance of each node: for budgets, for slots, and for choosing between drafters."""
+    rider: Rider | None = None
+
+    def __post_init__(self) -> None:
+        ids = _check_ids("tree tokens", self.tokens)
+        size = len(ids)
+        if self.parents.dtype != torch.int64 or tuple(self.parents.shape) != (size,):
+            raise BadRequest(
+                f"tree parents are {_say(self.parents)}; one int64 parent for each of {size} nodes is needed"
+            )
+        parents = self._parents
+        if size == 0 or parents[0] != -1:
+            raise BadRequest(f"tree parents are {parents}; node 0 is the pending token and needs parent -1")
+        for node in range(1, size):
+            if not 0 <= parents[node] < node:
+                raise BadRequest(f"node {node} has parent {parents[node]}; a parent from 0 to {node - 1} is needed")
+        if self.q is not None or self.score is not None or self.rider is not None or self.drawn is Drawn.DISTINCT:
+            self._check_extras(ids)
+
+    def _check_extras(self, ids: list[int]) -> None:
+        size = len(ids)
+        if self.q is not None and (self.q.ndim != 2 or self.q.shape[0] != size or not self.q.is_floating_point()):
+            raise BadRequest(f"tree q is {_say(self.q)}; one float row over the vocabulary for each of {size} nodes")
+        if self.score is not None and (tuple(self.score.shape) != (size,) or not self.score.is_floating_point()):
+            raise BadRequest(f"tree score is {_say(self.score)}; one float for each of {size} nodes is needed")
+        if self.rider is not None and self.rider.mask.shape[1] != size + self.rider.tokens.shape[0]:
+            needed = size + self.rider.tokens.shape[0]
+            raise BadRequest(f"rider mask is {_say(self.rider.mask)}; {needed} columns, nodes then riders, are needed")
+        if self.drawn is Drawn.DISTINCT:
+            for node, kids in enumerate(self.children):
+                if len({ids[kid] for kid in kids}) < len(kids):
+                    raise BadRequest(
+                        f"children of node {node} repeat a token, {[ids[kid] for kid in kids]}; siblings drawn "
+                        "without replacement differ: label the tree IID, or merge them"
+                    )
+
+    # -- constructors ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def root(cls, pending: int) -> "TokenTree":
+        """Plain decoding's tree: the pending token alone."""
+        return cls.chain(pending, ())
+
+    @classmethod
+    def chain(cls, pending: int, tokens: Sequence[int]) -> "TokenTree":
+        """One path below the pending token."""
+        ids = [pending, *tokens]
+        return cls(_ids(ids), torch.arange(-1, len(ids) - 1))
+
+    @classmethod
+    def from_paths(cls, pending: int, paths: Sequence[Sequence[int]]) -> "TokenTree":
+        """The paths as one trie: common beginnings are shared, the first path's nodes come first."""
+        ids, parents = [pending], [-1]
+        seen: dict[tuple[int, int], int] = {}
+        for path in paths:
+            node = 0
+            for token in path:
+                child = seen.get((node, token))
+                if child is None:
+                    child = seen[node, token] = len(ids)
+                    ids.append(token)
+                    parents.append(node)
+                node = child
+        return cls(_ids(ids), _ids(parents))
+
+    def prefix(self, num_nodes: int) -> "TokenTree":
+        """The first `num_nodes` nodes, the root counted.
+
+        Cutting by number keeps IID and DISTINCT drafts exact as long as the order of the nodes was settled
+        without looking at the values drawn (see the rule for plug-in authors).
+        """
+        if num_nodes < 1:
+            raise BadRequest(f"{num_nodes} nodes were asked for; the pending token always stays: give 1 or more")
+        if num_nodes >= self.num_nodes:
+            return self
+        rider = self.rider
+        if rider is not None:
+            seen = torch.cat([rider.mask[:, :num_nodes], rider.mask[:, self.num_nodes :]], dim=1)
+            rider = Rider(rider.tokens, rider.offsets, seen)
+        return TokenTree(
+            self.tokens[:num_nodes],
+            self.parents[:num_nodes],
+            self.drawn,
+            None if self.q is None else self.q[:num_nodes],
+            None if self.score is None else self.score[:num_nodes],
+            rider,
+        )
+
+    def truncate(self, budget: int) -> "TokenTree":
+        """At most `budget` drafted nodes, the root not counted: a budget of 0 leaves plain decoding."""
+        return self.prefix(max(budget, 0) + 1)
+
+    def shallow(self, depth: int) -> "TokenTree":
+        """The nodes at most `depth` below the root, in their order. A cut by depth looks at no drawn value."""
+        kept = [node for node, deep in enumerate(self.depth) if deep <= depth]
+        if len(kept) == self.num_nodes:
+            return self
+        place = {node: new for new, node in enumerate(kept)}
+        rider = self.rider
+        if rider is not None:
+            seen = torch.cat([rider.mask[:, kept], rider.mask[:, self.num_nodes :]], dim=1)
+            rider = Rider(rider.tokens, rider.offsets, seen)
+        return TokenTree(
+            self.tokens[kept],
+            _ids([-1, *(place[self._parents[node]] for node in kept[1:])]),
+            self.drawn,
+            None if self.q is None else self.q[kept],
+            None if self.score is None else self.score[kept],
+            rider,
+        )
+
+    # -- derived -----------------------------------------------------------------------------------------------
+
+    @property
+    def num_nodes(self) -> int:
+        return int(self.tokens.shape[0])
+
+    @cached_property
+    def ids(self) -> list[int]:
+        """The token of each node, as plain integers."""
+        return [int(token) for token in self.tokens.tolist()]
+
+    @cached_property
+    def _parents(self) -> list[int]:
+        return [int(parent) for parent in self.parents.tolist()]
+
+    @cached_property
+    def depth(self) -> list[int]:
+        """Steps from the root to each node; the root has 0."""
+        depth = [0]
+        for parent in self._parents[1:]:
+            depth.append(depth[parent] + 1)
+        return depth
+
+    @cached_property
+    def children(self) -> list[list[int]]:
+        """The children of each node, in the order drawn."""
+        children: list[list[int]] = [[] for _ in self._parents]
+        for node, parent in enumerate(self._parents[1:], start=1):
+            children[parent].append(node)
+        return children
+
+    @cached_property
+    def is_chain(self) -> bool:
+        return self._parents == list(range(-1, self.num_nodes - 1))
+
+    @cached_property
+    def ancestors(self) -> Bool[Tensor, "N N"]:
+        """Row i marks what node i may attend to in the tree: its ancestors and itself."""
+        if self.is_chain:
+            return torch.ones(self.num_nodes, self.num_nodes, dtype=torch.bool).tril_()
+        rows: list[list[bool]] = []
+        for node, parent in enumerate(self._parents):
+            row = rows[parent].copy() if node else [False] * self.num_nodes
+            row[node] = True
+            rows.append(row)
+        return torch.tensor(rows)
+
+    @cached_property
+    def slot_order(self) -> list[int]:
+        """The nodes in the order of their slots: depth first, a node's best child before its siblings.
+
+        Best is the highest score, or the first drawn where there is none; a chain keeps its order.
+        """
+        if self.is_chain:
+            return list(range(self.num_nodes))
+        score = None if self.score is None else self.score.tolist()
+        order: list[int] = []
+        open_nodes = [0]
+        while open_nodes:
+            node = open_nodes.pop()
+            order.append(node)
+            kids = self.children[node]
+            if score is not None and len(kids) > 1:
+                kids = sorted(kids, key=lambda kid: -score[kid])  # stable: the first drawn wins a tie
+            open_nodes.extend(reversed(kids))
+        return order
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the root to `node`, both included."""
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = self._parents[node]
+        return path[::-1]
+
+
+class Stacked(NamedTuple):
+    """A batch of trees as one pass reads it: a row's nodes in slot order, then its riders, then padding.
+
+    A padding slot holds token 0 at offset 0, sees itself alone and is seen by nobody.
+    """
+
+    tokens: Int64[Tensor, "B N"]
+    offsets: Int64[Tensor, "B N"]
+    """Position of each slot minus the position of the row's pending token."""
+    mask: Bool[Tensor, "B N N"]
+    """Whether a slot (row) sees a slot (column) of the same tree."""
+    slots: list[list[int]]
+    """slots[b][node] is the slot of a node."""
+
+
+def stack(trees: list[TokenTree]) -> Stacked:
+    """The trees side by side, each node in its slot."""
+    if not trees:
+        raise BadRequest("no trees were given; a pass needs at least one row")
+    width = max(tree.num_nodes + (0 if tree.rider is None else tree.rider.tokens.shape[0]) for tree in trees)
+    tokens = torch.zeros(len(trees), width, dtype=torch.int64)
+    offsets = torch.zeros_like(tokens)
+    mask = torch.eye(width, dtype=torch.bool).repeat(len(trees), 1, 1)
+    slots: list[list[int]] = []
+    for row, tree in enumerate(trees):
+        size, order = tree.num_nodes, tree.slot_order
+        tokens[row, :size] = torch.tensor([tree.ids[node] for node in order])
+        offsets[row, :size] = torch.tensor([tree.depth[node] for node in order])
+        mask[row, :size, :size] = tree.ancestors if tree.is_chain else tree.ancestors[order][:, order]
+        slots.append(_inverse(order))
+        if tree.rider is not None:
+            end = size + tree.rider.tokens.shape[0]
+            tokens[row, size:end] = tree.rider.tokens
+            offsets[row, size:end] = tree.rider.offsets
+            mask[row, size:end, :size] = tree.rider.mask[:, order]
+            mask[row, size:end, size:end] = tree.rider.mask[:, size:]
+    return Stacked(tokens, offsets, mask, slots)
+
+
+def _inverse(order: list[int]) -> list[int]:
+    slots = [0] * len(order)
+    for slot, node in enumerate(order):
+        slots[node] = slot
+    return slots
+
+
+def _ids(ids: list[int]) -> Int64[Tensor, "N"]:
+    try:
+        return torch.tensor(ids, dtype=torch.int64)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise BadRequest(f"token ids are {ids!r}; plain integers are needed") from error
+
+
+def _check_ids(what: str, tokens: Int64[Tensor, "N"]) -> list[int]:
+    if tokens.dtype != torch.int64 or tokens.ndim != 1:
+        raise BadRequest(f"{what} are {_say(tokens)}; a flat int64 tensor is needed")
+    ids = tokens.tolist()
+    if ids and min(ids) < 0:
+        raise BadRequest(f"{what} hold {min(ids)}; token ids are 0 or more")
+    return ids
+
+
+def _say(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -1,0 +1,492 @@
+"""The command line: what it prints where, its exit codes, and what a reader sees of speculation."""
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from fakes import ByteTokenizer, FakeLLM
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from paceline import errors, options, show
+from paceline.bench.measure import Watched
+from paceline.cli import app
+from paceline.output import Piece, RequestOutput, Stats
+
+
+class Loaded:
+    """Stands where ``paceline.llm`` is, and remembers how the model was asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.llm = FakeLLM()
+        self.asked: tuple[Any, ...] = ()
+        self.params: Any = None
+        module = ModuleType("paceline.llm")
+        module.LLM = self  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "paceline.llm", module)
+
+    def __call__(self, model: str, speculative_config: Any = "default", **choices: Any) -> FakeLLM:
+        self.asked = (model, speculative_config, choices)
+        whole = self.llm.stream
+
+        def stream(prompt: Any, params: Any, **rest: Any) -> Any:
+            self.params = params
+            return whole(prompt, params, **rest)
+
+        self.llm.stream = stream  # type: ignore[method-assign]
+        return self.llm
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Loaded:
+    return Loaded(monkeypatch)
+
+
+def paceline(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, list(arguments), input=stdin)
+
+
+# -- generate ----------------------------------------------------------------------------------------------------------
+
+
+def test_generate_streams_the_text_and_nothing_else(loaded: Loaded) -> None:
+    result = paceline("generate", "m", "hello")
+    assert result.exit_code == 0
+    assert result.stdout == "one two three four five six\n"
+    assert "loading m" in result.stderr
+
+
+def test_generate_json_is_the_documented_object(loaded: Loaded) -> None:
+    result = paceline("generate", "m", "hello", "--json", "--max-tokens", "4", "--seed", "5")
+    answer = json.loads(result.stdout)
+    assert list(answer) == ["text", "token_ids", "finish_reason", "stop_reason", "usage", "seed", "stats"]
+    assert answer["text"] == "one "
+    assert answer["token_ids"] == list(b"one ")
+    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 4}
+    assert answer["seed"] == 5
+    assert answer["stats"]["num_target_passes"] == 2
+    assert result.stdout.count("\n") == 1
+
+
+def test_prompt_from_standard_input_and_from_a_file(loaded: Loaded, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("read me\n")
+    answer = json.loads(paceline("generate", "m", "-", "--json", stdin="six by").stdout)
+    assert answer["usage"]["prompt_tokens"] == 6
+    answer = json.loads(paceline("generate", "m", f"@{tmp_path}/p.txt", "--json").stdout)
+    assert answer["usage"]["prompt_tokens"] == 8  # a raw prompt keeps its last line break
+    answer = json.loads(paceline("generate", "m", f"@{tmp_path}/p.txt", "--json", "--chat").stdout)
+    assert answer["usage"]["prompt_tokens"] == 7
+
+
+def test_options_reach_the_library_under_the_same_names(loaded: Loaded) -> None:
+    paceline(
+        "generate", "m", "x", "--temperature", "0.5", "--top-k", "3", "--top-p", "0.9", "--min-p", "0.1",
+        "--presence-penalty", "0.1", "--frequency-penalty", "0.2", "--repetition-penalty", "1.1",
+        "--logit-bias", "12=-5", "--logit-bias", '{"13": 2}', "--stop-token-ids", "1,2", "--stop-token-ids", "3",
+        "--max-tokens", "9", "--seed", "4", "--method", "ngram", "--num-draft-tokens", "8", "--prompt-lookup-max", "4",
+        "--speculative-config", '{"prompt_lookup_max": 3, "prompt_lookup_min": 2}',
+        "--dtype", "float32", "--threads", "2", "--max-model-len", "64", "--device", "cpu",
+    )  # fmt: skip
+    params, expected = loaded.params, {
+        "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 0.1, "frequency_penalty": 0.2,
+        "repetition_penalty": 1.1, "logit_bias": {12: -5.0, 13: 2.0}, "stop_token_ids": [1, 2, 3], "max_tokens": 9,
+        "seed": 4,
+    }  # fmt: skip
+    got = {name: getattr(params, name) for name in expected}
+    got["stop_token_ids"] = list(got["stop_token_ids"])
+    assert got == expected
+    model, config, choices = loaded.asked
+    assert model == "m"
+    assert config == {"method": "ngram", "num_draft_tokens": 8, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    assert choices == {"dtype": "float32", "threads": 2, "max_model_len": 64, "device": "cpu"}
+
+
+def test_options_not_given_are_not_passed_on(loaded: Loaded) -> None:
+    paceline("generate", "m", "x")
+    assert loaded.asked == ("m", "default", {})
+
+
+def test_every_sampling_option_is_a_sampling_parameter() -> None:
+    from paceline.sampling import SamplingParams
+
+    assert set(options.SAMPLING) <= {field.name for field in fields(SamplingParams)}
+
+
+def test_show_prints_the_text_and_the_step_table(loaded: Loaded) -> None:
+    loaded.llm.answer = "abcdefgh"
+    result = paceline("generate", "m", "x", "--show")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("abcdefgh\n")
+    assert "8 in 3 target passes, 3.00 tokens per pass" in " ".join(result.stdout.split())
+    assert "6 drafted, 6 accepted (100%)" in result.stdout
+    assert "\x1b" not in result.stdout  # no colours in a pipe
+    assert "not guessed" not in result.stdout  # and so no legend
+
+
+def test_compare_runs_both_with_one_seed_and_finds_them_identical(loaded: Loaded) -> None:
+    result = paceline("generate", "m", "x", "--compare", "--temperature", "1")
+    assert result.exit_code == 0
+    assert [method for method, _ in loaded.llm.requests] == ["ngram", "none", "ngram"]  # the first warms up
+    assert loaded.llm.requests[1:] == [("none", None), ("ngram", 77)]
+    assert "Identical: 27 of 27 token ids, seed 77." in result.stdout
+    assert result.stdout.count("one two three four five six\n") == 2
+
+
+def test_compare_fails_where_the_promise_of_equal_text_is_broken(loaded: Loaded) -> None:
+    loaded.llm.answers = {"none": "abcdef", "ngram": "abcxef"}
+    result = paceline("generate", "m", "x", "--compare", "--temperature", "1")
+    assert result.exit_code == 1
+    text = " ".join(result.stdout.replace("│", " ").split())
+    assert "The first 3 ids agree; then plain has 'd' (id 100), the other has 'x' (id 120); seed 77." in text
+    assert "the texts differ" in text
+
+
+def test_compare_allows_other_text_under_a_rule_that_keeps_the_law_only(loaded: Loaded) -> None:
+    loaded.llm.answers = {"none": "abc", "ngram": "abd"}
+    sampled = ["generate", "m", "x", "--compare", "--rejection-sample-method", "block", "--temperature"]
+    assert paceline(*sampled, "1").exit_code == 0
+    assert paceline(*sampled, "0").exit_code == 1
+
+
+def test_an_error_of_the_request_is_told(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = loaded.llm.stream
+
+    def broken(*args: Any, **rest: Any) -> Any:
+        stream = whole(*args, **rest)
+        stream._output.finish_reason, stream._output.error = "error", "the law is NaN at position 7"
+        return stream
+
+    monkeypatch.setattr(loaded.llm, "stream", broken)
+    for flags in ([], ["--json"], ["--show"]):
+        result = paceline("generate", "m", "x", *flags)
+        assert result.exit_code == 1
+        assert "paceline: the law is NaN at position 7" in result.stderr
+
+
+# -- wrong use ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "m", "x", "--temprature", "1"], "No such option: --temprature; did you mean --temperature?"),
+        (["genrate", "m"], "No such command 'genrate'. Did you mean 'generate'?"),
+        (["generate", "m"], "Missing argument 'PROMPT'; see"),
+        (["generate", "m", "x", "--top-k", "few"], "Invalid value for '--top-k'"),
+        (["generate", "m", "x", "--json", "--show"], "--json prints one object and nothing else"),
+        (["generate", "m", "@no-such-file"], "cannot read the prompt file 'no-such-file': No such file"),
+        (["generate", "m", "x", "--logit-bias", "5"], "--logit-bias '5' is neither ID=VALUE"),
+        (["generate", "m", "x", "--stop-token-ids", "a"], "--stop-token-ids needs whole numbers, not 'a'"),
+        (["generate", "m", "x", "--speculative-config", "{"], "--speculative-config '{' is not JSON"),
+        (["generate", "m", "x", "--speculative-config", "3"], "--speculative-config needs a JSON object, not '3'"),
+        (["generate", "m", "x", "--compare", "--method", "none"], "--compare holds a method against plain decoding"),
+        (["bench", "m", "--peers", "transfomers"], "unknown peer 'transfomers'; did you mean 'transformers'?"),
+        (["bench", "m", "--set", "humanevl"], "unknown prompt set 'humanevl'; did you mean 'humaneval'?"),
+        (["bench", "m", "--json", "no/such/folder/x.json"], "there is no folder"),
+        (["bench"], "Missing argument 'MODEL'"),
+        (["bench", "compare", "a.json"], "Missing argument 'B'"),
+    ],
+)
+def test_wrong_use_is_told_in_a_line_or_two(arguments: list[str], words: str) -> None:
+    result = paceline(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("paceline: ")
+    assert words in result.stderr
+    assert result.stderr.count("\n") <= 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.BadRequest("b"), 2),
+        (errors.ModelNotFound("m"), 2),
+        (errors.UnsupportedModel("u"), 2),
+        (errors.CorruptWeights("c"), 1),
+        (errors.CacheFull("f"), 1),
+        (RuntimeError("a bug"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_exit_codes(loaded: Loaded, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(loaded.llm, "stream", fail)
+    result = paceline("generate", "m", "x")
+    assert result.exit_code == code
+    assert "Traceback" not in result.stderr
+    if isinstance(error, RuntimeError):
+        assert "unexpected RuntimeError: a bug" in result.stderr
+        assert "--debug" in result.stderr
+
+
+def test_debug_lets_the_error_through(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise errors.CacheFull("no room")
+
+    monkeypatch.setattr(loaded.llm, "stream", fail)
+    assert isinstance(paceline("generate", "m", "x", "--debug").exception, errors.CacheFull)
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = """
+import sys
+from paceline.cli import main
+sys.argv = ["paceline", "--help"]
+try:
+    main()
+finally:
+    heavy = {"torch", "transformers", "numpy", "huggingface_hub"} & set(sys.modules)
+    assert not heavy, heavy
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    for command in ("pull", "generate", "bench"):
+        assert command in result.stdout
+
+
+def test_module_runs_as_a_program() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "paceline", "generate", "--nonsense"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 2
+    assert "No such option: --nonsense" in result.stderr
+
+
+def test_help_without_arguments() -> None:
+    result = paceline()
+    assert result.exit_code == 2
+    assert "generate" in result.stdout + result.stderr
+
+
+def test_only_the_commands_of_this_version_are_there() -> None:
+    text = paceline("--help").stdout
+    assert not [name for name in ("certify", "train", "plan", "serve", "inspect") if f" {name} " in text]
+
+
+def test_pull_prints_the_path_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = ModuleType("paceline.models")
+    module.pull = lambda name: tmp_path / name  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "paceline.models", module)
+    import paceline as package
+
+    monkeypatch.setattr(package, "models", module, raising=False)
+    assert paceline("pull", "small").stdout.splitlines()[-1] == str(tmp_path / "small")
+
+
+# -- bench -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    path = tmp_path / "q.jsonl"
+    path.write_text("".join(json.dumps({"id": f"q{i}", "prompt": f"question {i}"}) + "\n" for i in range(4)))
+    return path
+
+
+def test_bench_ends_with_json_and_writes_the_same(loaded: Loaded, questions: Path, tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    result = paceline("bench", "m", "--prompts", str(questions), "--num-prompts", "2", "--json", str(out))
+    assert result.exit_code == 0, result.stderr
+    last = json.loads(result.stdout.splitlines()[-1])
+    assert last == json.loads(out.read_text())
+    assert [run["method"] for run in last["runs"]] == ["none", "ngram"]
+    assert last["settings"]["prompts"] == ["q0", "q2"]  # spread over the file
+    assert last["settings"]["temperature"] == 0.0
+    assert last["environment"]["resumed_records"] == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["q.jsonl", "r.json"]
+    assert "m on" in result.stdout.splitlines()[0]
+
+
+def test_bench_passes_options_to_methods_but_not_to_none(loaded: Loaded, questions: Path) -> None:
+    result = paceline("bench", "m", "--prompts", str(questions), "--methods", "ngram", "--prompt-lookup-max", "3")
+    settings = json.loads(result.stdout.splitlines()[-1])["settings"]
+    assert settings["methods"] == {"none": {"method": "none"}, "ngram": {"method": "ngram", "prompt_lookup_max": 3}}
+
+
+def test_bench_goes_on_after_an_interruption(
+    loaded: Loaded, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = loaded.llm.stream
+
+    def interrupted(*args: Any, **rest: Any) -> Any:
+        if len(loaded.llm.requests) == 7:
+            raise KeyboardInterrupt
+        return whole(*args, **rest)
+
+    arguments = ["bench", "m", "--prompts", str(questions), "--json", str(tmp_path / "r.json"), "--warmup", "0"]
+    with monkeypatch.context() as patch:
+        patch.setattr(loaded.llm, "stream", interrupted)
+        assert paceline(*arguments).exit_code == 130
+    assert not (tmp_path / "r.json").exists()
+    refused = paceline(*arguments, "--max-tokens", "5")
+    assert refused.exit_code == 2
+    assert "settings.max_tokens was 128, now 5" in refused.stderr
+    result = json.loads(paceline(*arguments).stdout.splitlines()[-1])
+    assert result["environment"]["resumed_records"] == 6
+    assert len(loaded.llm.requests) == 7 + 10
+    assert [p.name for p in tmp_path.iterdir() if "partial" in p.name] == []
+
+
+def test_bench_compare(loaded: Loaded, questions: Path, tmp_path: Path) -> None:
+    for name in "ab":
+        loaded.llm = FakeLLM()
+        paceline("bench", "m", "--prompts", str(questions), "--json", str(tmp_path / f"{name}.json"))
+    result = paceline("bench", "compare", str(tmp_path / "a.json"), str(tmp_path / "b.json"))
+    assert result.exit_code == 0, result.stderr
+    assert sum(line.startswith("ngram ") for line in result.stdout.splitlines()) == 2  # its speed and its speed-up
+
+
+def test_prompts_need_ids_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_text('{"id": "x", "prompt": "a"}\n{"id": "x", "prompt": "b"}\n')
+    result = paceline("bench", "m", "--prompts", str(tmp_path / "q.jsonl"))
+    assert result.exit_code == 2
+    assert "uses an id twice" in result.stderr
+
+
+# -- colours -----------------------------------------------------------------------------------------------------------
+
+
+def coloured(*pieces: Piece) -> list[tuple[str, str]]:
+    colours = show.Colours(ByteTokenizer())
+    return [segment for piece in pieces for segment in colours.feed(piece)]
+
+
+def piece(text: str, flags: str, ids: bytes | None = None) -> Piece:
+    """A piece whose flags are spelled ``d`` for drafted and ``.`` for the target's own."""
+    return Piece(text, list(text.encode() if ids is None else ids), [flag == "d" for flag in flags])
+
+
+def test_kinds_of_tokens() -> None:
+    assert coloured(piece("a", "."), piece("bcd", "dd."), piece("e", ".")) == [
+        ("a", "plain"),
+        ("bc", "accepted"),
+        ("d", "corrected"),
+        ("e", "plain"),
+    ]
+
+
+def test_a_rejected_draft_is_told_from_none() -> None:
+    colours = show.Colours(ByteTokenizer())
+    assert colours.feed(piece("a", "."), tested=True) == [("a", "corrected")]
+    assert colours.feed(piece("b", "."), tested=False) == [("b", "plain")]
+
+
+def test_a_draft_may_end_in_one_piece_and_its_correction_come_in_the_next() -> None:
+    assert coloured(piece("ab", "dd"), piece("c", ".")) == [("ab", "accepted"), ("c", "corrected")]
+
+
+def test_a_character_split_over_ids_takes_the_colour_of_its_last() -> None:
+    assert coloured(piece("né", "..d")) == [("n", "plain"), ("é", "accepted")]
+
+
+def test_a_character_split_over_pieces_is_printed_once() -> None:
+    euro = "€".encode()
+    assert coloured(
+        Piece("", list(euro[:1]), [False]),
+        Piece("", list(euro[1:2]), [True]),
+        Piece("€!", [euro[2], 33], [True, False]),
+    ) == [("€", "accepted"), ("!", "corrected")]
+
+
+def test_the_stream_decides_what_is_printed_whatever_the_ids_say() -> None:
+    # A stop string cuts text whose ids were emitted, and a final flush may spell out broken bytes.
+    assert coloured(piece("ab", "d.", b"abcd")) == [("a", "accepted"), ("b", "corrected")]
+    assert "".join(text for text, _ in coloured(Piece("", [0xE2], [False]), Piece("\ufffd", [], []))) == "\ufffd"
+
+
+def terminal(width: int = 20, **options: Any) -> Console:
+    return Console(width=width, force_terminal=True, record=True, file=open("/dev/null", "w"), _environ={}, **options)
+
+
+def flowed(*parts: str, width: int = 20) -> str:
+    console = terminal(width)
+    flow = show.Flow(console)
+    for part in parts:
+        flow.put(part)
+    flow.close()
+    return console.export_text(styles=False)
+
+
+def test_lines_break_between_words_on_a_terminal() -> None:
+    assert flowed("one two thr", "ee four fi", "ve six") == "one two three four \nfive six\n"
+
+
+def test_line_breaks_of_the_text_stay() -> None:
+    assert flowed("def f():\n    return 1\n") == "def f():\n    return 1\n"
+
+
+def test_wide_characters_count_twice() -> None:
+    assert flowed("日本語日本語", width=8) == "日本語日\n本語\n"
+
+
+def test_a_model_cannot_steer_the_terminal() -> None:
+    assert show.visible("a\x1b[2Jb\tc\n\x9b") == "a␛[2Jb\tc\n?"
+    assert "\x1b[2J" not in flowed("a\x1b[2Jb")
+
+
+def test_text_passes_unchanged_where_there_is_no_terminal() -> None:
+    console = Console(width=10, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    flow = show.Flow(console)
+    flow.put("a long line of words, wider than ten")
+    flow.close()
+    assert console.export_text() == "a long line of words, wider than ten\n"
+
+
+def test_tokens_per_pass() -> None:
+    assert show.tokens_per_pass([False, True, True, False, False, True]) == [1, 3, 1, 1]
+    assert show.tokens_per_pass([]) == []
+
+
+def watched() -> Watched:
+    stats = Stats()
+    for drafted, accepted in [(16, 16), (16, 3), (4, 0), (0, 0)]:
+        stats.record(drafted, drafted, accepted)
+    stats.time |= {"prefill": 1.0, "draft": 0.1, "target": 6.0, "verify": 0.4, "other": 0.0}
+    flags = [True] * 16 + [False] + [True] * 3 + [False, False, False]
+    output = RequestOutput([1] * 9, "", [7] * 23, "length", from_draft=flags, stats=stats)
+    return Watched(output, 8.0, 1.5)
+
+
+@pytest.mark.parametrize("console", [terminal(80), terminal(80, no_color=True)])
+def test_step_table_fits_80_columns_and_adds_up(console: Console) -> None:
+    console.print(show.step_table(watched(), console), show.legend(console))
+    text = console.export_text(styles=False)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    words = " ".join(text.split())
+    assert "23 in 4 target passes, 5.75 tokens per pass" in words
+    assert "2.9 tokens/s, 3.3 once the prompt was read (9 tokens)" in words
+    assert "36 drafted, 19 accepted (53%)" in words
+    assert "2 accepted guesses, 1 rejected all, 1 had none to test" in words
+    assert "prefill 12% draft 1% target 75% verify 5% other 6%" in words
+    assert "█▂▁▁" in words
+    assert ("not guessed" in words) is not console.no_color
+
+
+def test_acceptance_rows_hold_both_readings() -> None:
+    console = terminal(80)
+    console.print(show.acceptance(watched().output.stats, console))
+    rows = {line.split()[0]: line.split() for line in console.export_text().splitlines()[1:]}
+    assert list(rows) == ["1", "2", "3", "4", "5", "6", "7", "8", "10", "12", "16"]
+    assert (rows["4"][1], rows["4"][3], rows["4"][-1]) == ("3", "0.33", "0.50")
+
+
+def test_plain_decoding_has_a_short_table() -> None:
+    run = watched()
+    run.output.stats = Stats(num_target_passes=23)
+    console = terminal(80)
+    console.print(show.step_table(run, console))
+    assert "none were made" in console.export_text()
+
+
+def test_a_console_without_unicode_gets_plain_characters() -> None:
+    console = Console(width=80, file=open("/dev/null", "w", encoding="ascii"), record=True)  # noqa: SIM115
+    console.print(show.step_table(watched(), console))
+    assert console.export_text().isascii()

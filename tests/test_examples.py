@@ -1,0 +1,52 @@
+"""Every example runs as its docstring says, on a model folder of 100 KB and without a network."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(name: str, model: Path) -> str:
+    """What the example prints. It starts in the model's folder, so that it cannot lean on the repository's."""
+    command = [sys.executable, str(EXAMPLES / name), str(model)]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(EXAMPLES.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=model, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_generate(tiny_model: Path) -> None:
+    out = run("01_generate.py", tiny_model)
+    assert "same text without speculation: True" in out
+    (drafted, passes), (tokens, plain) = re.findall(r"(\d+) tokens in (\d+) passes", out)
+    assert drafted == tokens == plain == "48"  # one pass for each token without speculation
+    assert int(passes) <= 48
+
+
+def test_stream(tiny_model: Path) -> None:
+    out = run("02_stream.py", tiny_model)
+    guessed, tokens = map(int, re.findall(r"(\d+) of (\d+) tokens were guessed", out)[0])
+    assert 0 <= guessed <= tokens == 48
+
+
+def test_write_a_drafter(tiny_model: Path) -> None:
+    out = run("03_write_a_drafter.py", tiny_model)
+    assert "same text without speculation: True" in out
+    mine, plain = map(int, re.findall(r"(\d+) passes instead of (\d+)", out)[0])
+    assert mine <= plain == 48
+
+
+def test_every_example_is_tested() -> None:
+    source = Path(__file__).read_text(encoding="utf-8")
+    missing = [path.name for path in EXAMPLES.glob("*.py") if f'run("{path.name}"' not in source]
+    assert not missing
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_example_says_how_to_run_it(path: Path) -> None:
+    assert f"python examples/{path.name} [MODEL]" in path.read_text(encoding="utf-8").split('"""')[1]
