@@ -79,11 +79,11 @@ class KVCache(Cache):
     def update(
         self,
         key_states: Float[Tensor, "B heads N head_dim"],
-        value_states: Float[Tensor, "B heads N head_dim"],
+        value_states: Float[Tensor, "B heads N value_dim"],
         layer_idx: int,
         *args: Any,
         **kwargs: Any,
-    ) -> tuple[Float[Tensor, "B heads S head_dim"], Float[Tensor, "B heads S head_dim"]]:
+    ) -> tuple[Float[Tensor, "B heads S head_dim"], Float[Tensor, "B heads S value_dim"]]:
         """Stage one layer's K/V and return that layer's visible slots (called by the model's own attention)."""
         if layer_idx == len(self._kv):
             self._kv.append((self._zeros(key_states), self._zeros(value_states)))
@@ -103,6 +103,7 @@ class KVCache(Cache):
             found.append(buffer[:, :, :visible])
         return found[0], found[1]
 
+    @torch.inference_mode()
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep, in each row, the staged slots of an accepted path (increasing), and drop the others.
 

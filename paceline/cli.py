@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from paceline import options
-from paceline.bench.measure import Engine
+from paceline.bench.measure import Engine, forward_in_use
 from paceline.bench.prompts import Prompt
 from paceline.bench.records import Settings
 from paceline.errors import BadRequest, IncompatibleDrafter, ModelNotFound, PacelineError, UnsupportedModel
@@ -182,8 +182,10 @@ def load(model: str, config: dict[str, Any], choices: dict[str, Any], debug: boo
         quiet: Any = transformers.logging
         quiet.set_verbosity_error()
         quiet.disable_progress_bar()
-    llm: Engine = LLM(model, **({"speculative_config": config} if config else {}), **choices)
-    note(f"{llm.source.note or llm.source.name}; {llm.target.kernel}")
+    if config:
+        choices = {"speculative_config": config} | choices
+    llm: Engine = LLM(model, **choices)
+    note(f"{llm.source.note or llm.source.name}; {forward_in_use(llm.target.kernel)}")
     return llm
 
 
@@ -257,7 +259,7 @@ def compare_runs(llm: Engine, request: Request, params: Any, config: dict[str, A
     params = replace(params, seed=plain.output.seed)  # the one that was drawn, if none was given
     fast = run(f"2  the same request with {config['method']}", config)
     console.print(show.legend(console), "", show.step_table(fast, console), "", sep="\n")
-    console.print(show.comparison(plain, fast, str(config["method"]), llm.tokenizer))
+    console.print(show.comparison(plain, fast, str(config["method"]), llm.tokenizer, params.is_greedy))
     exact = params.is_greedy or config.get("rejection_sample_method", "coupled") == "coupled"
     return FAILED if exact and plain.output.token_ids != fast.output.token_ids else DONE
 
@@ -335,7 +337,7 @@ def run_bench(settings: Settings, prompts: list[Prompt], json_file: Path | None,
     from rich.console import Console
 
     from paceline.bench import peers, report
-    from paceline.bench.measure import BASELINE, Contender, Method, environment, measure
+    from paceline.bench.measure import BASELINE, Contender, Method, check_room, environment, measure
     from paceline.bench.records import Sidecar, write_atomically
     from paceline.bench.summary import summarise
     from paceline.draft import SpeculativeConfig
@@ -345,6 +347,7 @@ def run_bench(settings: Settings, prompts: list[Prompt], json_file: Path | None,
     for config in settings.methods.values():
         SpeculativeConfig.read(config)
     llm = load(settings.model, {"method": BASELINE}, settings.load, debug)
+    check_room(llm, prompts, settings)
     contenders: list[Contender] = [Method(llm, name, config, settings) for name, config in settings.methods.items()]
     contenders += peers.load(settings.peers, llm, settings)
     machine = environment(llm)

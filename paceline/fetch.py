@@ -123,11 +123,11 @@ def within(seconds: float, call: Callable[[], T]) -> T | None:
 
 def _from_hub(model: NamedModel, partial: Path, progress: bool) -> Path | None:
     """The file from the hub; None if the hub does not answer, holds other bytes now, or breaks off."""
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     if offline():
         return None
-    url = hf_hub_url(model.repo, model.file, endpoint=constants.ENDPOINT)
+    url = hf_hub_url(model.repo, model.file)
     seen = within(_HUB_SECONDS, lambda: get_hf_file_metadata(url, timeout=3))
     if seen is None or seen.size != model.size or (len(seen.etag or "") == 64 and seen.etag != model.sha256):
         return None
@@ -135,7 +135,7 @@ def _from_hub(model: NamedModel, partial: Path, progress: bool) -> Path | None:
     with meter(f"fetching {model.file} from the hub", model.size, progress) as tick, watching(folder, tick):
         try:
             with _hub_bars_hidden():
-                return Path(hf_hub_download(model.repo, model.file, local_dir=folder, endpoint=constants.ENDPOINT))
+                return Path(hf_hub_download(model.repo, model.file, local_dir=folder))
         except _hub_errors() as error:
             if isinstance(error, OSError) and error.errno in DISK_FULL:
                 raise
@@ -164,7 +164,7 @@ def snapshot(name: str, named: Iterable[str], *, progress: bool) -> Path:
     except _hub_errors() as error:
         if isinstance(error, OSError) and error.errno in DISK_FULL:
             raise
-        said = next(iter(str(error).strip().splitlines()), repr(error))
+        said = next(iter(str(error.__cause__ or error).strip().splitlines()), repr(error))
         state = f"answered: {said}" if answers else "is switched off" if offline() else "cannot be reached from here"
         raise ModelNotFound(
             f"{name} is no local folder and not in the hub's local cache, and the hub {state}{nearest(name, named)}; "

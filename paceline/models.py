@@ -125,7 +125,7 @@ def load_model(source: Source | str | os.PathLike[str], dtype: str = "auto", dev
     place = _device(device)
     source = source if isinstance(source, Source) else resolve(source)
     try:
-        config = AutoConfig.from_pretrained(source.path, local_files_only=True)
+        config = AutoConfig.from_pretrained(source.path, local_files_only=True, trust_remote_code=False)
         stored = config.get_text_config().dtype or cache.stored_dtype(source.path)
         wanted = _auto_dtype(stored, place) if dtype == "auto" else getattr(torch, dtype)
         widens = wanted.itemsize > stored.itemsize
@@ -137,6 +137,7 @@ def load_model(source: Source | str | os.PathLike[str], dtype: str = "auto", dev
                 dtype=stored if widens else wanted,
                 output_loading_info=True,
                 local_files_only=True,
+                trust_remote_code=False,
             )
     except (ValueError, KeyError, OSError, ImportError) as error:
         raise UnsupportedModel(f"{source.name}: transformers cannot build this model: {error}") from error
@@ -157,7 +158,7 @@ def load_tokenizer(source: Source | str | os.PathLike[str]) -> "PreTrainedTokeni
 
     source = source if isinstance(source, Source) else resolve(source)
     try:
-        return AutoTokenizer.from_pretrained(source.path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(source.path, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError, ImportError) as error:
         raise UnsupportedModel(f"{source.name}: transformers cannot build its tokenizer: {error}") from error
 
@@ -165,7 +166,7 @@ def load_tokenizer(source: Source | str | os.PathLike[str]) -> "PreTrainedTokeni
 # -- from a name to a folder -------------------------------------------------------------------------------------------
 
 
-def _checked_name(model: str | os.PathLike[str]) -> str:
+def _checked_name(model: object) -> str:
     name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
     if not isinstance(name, str) or not name.strip() or "\0" in name:
         raise BadRequest(f"a model is a name, a hub id, a folder or a .gguf file, not {model!r}")
@@ -243,7 +244,7 @@ def _note(folder: Path) -> str:
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
-def _device(device: str) -> Any:
+def _device(device: Any) -> Any:
     import torch
 
     if device == "auto":
@@ -264,13 +265,18 @@ def _device(device: str) -> Any:
 def _auto_dtype(stored: Any, place: Any) -> Any:
     import torch
 
-    if place.type != "cpu" or stored != torch.bfloat16:
-        return stored
+    if place.type == "cpu" and stored == torch.bfloat16 and not _has_fast_bf16():
+        return torch.float32
+    return stored
+
+
+def _has_fast_bf16() -> bool:
+    import torch
+
     try:
-        fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     except (AttributeError, RuntimeError):  # a build of torch without oneDNN
-        fast = False
-    return stored if fast else torch.float32
+        return False
 
 
 def _widen(model: Any, dtype: Any) -> None:

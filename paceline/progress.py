@@ -8,13 +8,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
-def human(num_bytes: float) -> str:
+def human(num_bytes: int) -> str:
     """``1.1 GB``: decimal units, as download pages use them."""
+    size = float(num_bytes)
     for unit in ("B", "kB", "MB"):
-        if num_bytes < 999.5:
-            return f"{num_bytes:.0f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} GB"
+        if size < 999.5:
+            return f"{size:.0f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"
 
 
 def note(text: str, progress: bool) -> None:

@@ -1,8 +1,9 @@
 """What a reader sees of speculation: the text in colours while it is written, then the table of what each pass gave.
 
 Green text was guessed by the drafter and confirmed by the target, yellow is the target's own token where the guesses of
-a pass ended, uncoloured is a token for which nothing was guessed. Colours come from ids (one flag each), the printed characters only from
-the stream's text, so a character whose bytes are spread over several ids can be coloured late but never printed wrong.
+a pass ended, uncoloured is a token for which nothing was guessed. Colours come from ids (one flag each), the printed
+characters only from the stream's text, so a character whose bytes are spread over several ids can be coloured late but
+never printed wrong.
 """
 
 import re
@@ -304,7 +305,7 @@ def ascii_only(console: Console) -> bool:
     return not console.encoding.lower().startswith("utf")
 
 
-def comparison(plain: Watched, fast: Watched, name: str, tokenizer: Decodes) -> RenderableType:
+def comparison(plain: Watched, fast: Watched, name: str, tokenizer: Decodes, greedy: bool = False) -> RenderableType:
     """Whether both runs wrote the same ids, and how much sooner the second one did."""
     parted = first_difference(plain.output.token_ids, fast.output.token_ids)
     speedup = fast.tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0
@@ -320,7 +321,11 @@ def comparison(plain: Watched, fast: Watched, name: str, tokenizer: Decodes) -> 
     each = f"{stats.mean_acceptance_length:.2f} tokens per pass"
     table.add_row("passes", str(plain.output.stats.num_target_passes), str(stats.num_target_passes), each)
     table.add_row("seconds", f"{plain.seconds:.2f}", f"{fast.seconds:.2f}", "")
-    body = Group(identity(plain.output, fast.output, parted, tokenizer), "", table)
+    body = Group(
+        identity(plain.output, fast.output, parted, tokenizer, "greedy" if greedy else f"seed {plain.output.seed}"),
+        "",
+        table,
+    )
     return Panel(
         body,
         title=headline(parted, speedup),
@@ -340,11 +345,11 @@ def headline(parted: int | None, speedup: float) -> Text:
     return Text(f" same text, {speedup:.1f}x the speed ", style="bold green")
 
 
-def identity(plain: RequestOutput, fast: RequestOutput, parted: int | None, tokenizer: Decodes) -> Text:
+def identity(plain: RequestOutput, fast: RequestOutput, parted: int | None, tokenizer: Decodes, how: str) -> Text:
     """One sentence on whether the ids agree, and where they part if they do not."""
     if parted is None:
         ids = len(plain.token_ids)
-        return Text(f"Identical: {ids} of {ids} token ids, seed {plain.seed}.")
+        return Text(f"Identical: {ids} of {ids} token ids, {how}.")
 
     def word(output: RequestOutput) -> str:
         if parted >= len(output.token_ids):
@@ -352,4 +357,4 @@ def identity(plain: RequestOutput, fast: RequestOutput, parted: int | None, toke
         token = output.token_ids[parted]
         return f"has {str(tokenizer.decode([token], skip_special_tokens=False))!r} (id {token})"
 
-    return Text(f"The first {parted} ids agree; then plain {word(plain)}, the other {word(fast)}; seed {plain.seed}.")
+    return Text(f"The first {parted} ids agree; then plain {word(plain)}, the other {word(fast)}; {how}.")

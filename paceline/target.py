@@ -4,8 +4,9 @@
 its own modelling code runs unchanged, with our K/V cache, our masks and our attention function put in.
 """
 
+import inspect
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -14,7 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from paceline.cache import KVCache
 from paceline.errors import UnsupportedModel
-from paceline.kernels import Kernel, prepare
+from paceline.kernels import Kernel, native, prepare
 
 ATTENTION = "paceline"
 """Name of our attention function in the registry of `transformers`."""
@@ -28,6 +29,7 @@ class Seen(NamedTuple):
     hidden: Float[Tensor, "B N TH"] | None
 
 
+@runtime_checkable
 class Target(Protocol):
     """What decoding needs from a model; a paged or graph-captured engine can stand behind the same methods."""
 
@@ -158,10 +160,11 @@ class HFTarget:
         allowed = visible_slots(lengths, offsets, mask, cache)
         made: dict[str, Tensor] = {}
         for kind in set(self._types):
-            seen = allowed
+            seen, open_keys = allowed, min(cache.lengths)
             if kind == "sliding_attention":
-                seen = allowed & within_window(self._window, lengths, offsets, cache)
-            made[kind] = self._additive(seen)
+                seen, open_keys = allowed & within_window(self._window, lengths, offsets, cache), 0
+            tiled = self.kernel.tile_attention
+            made[kind] = native.row_bits(seen, self._groups, open_keys) if tiled else self._additive(seen)
         return made if len(made) > 1 else made[self._types[0]]
 
     def _additive(self, seen: Bool[Tensor, "B N S"]) -> Tensor:
@@ -208,11 +211,11 @@ def attention(
     module: nn.Module,
     query: Float[Tensor, "B heads N head_dim"],
     key: Float[Tensor, "B kv_heads S head_dim"],
-    value: Float[Tensor, "B kv_heads S head_dim"],
+    value: Float[Tensor, "B kv_heads S value_dim"],
     attention_mask: Tensor,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[Float[Tensor, "B N heads head_dim"], None]:
+) -> tuple[Float[Tensor, "B N heads value_dim"], None]:
     """Attention over the cache's slots, as `transformers` calls it, with the queries of a K/V head in one block.
 
     Folding the group into the rows reads each key once instead of once per query head, and gives the kernel row
@@ -226,19 +229,22 @@ def attention(
     batch, heads, width, size = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
+    if attention_mask.dtype == torch.int16:
+        scale = size**-0.5 if scaling is None else scaling
+        return native.tiles().attention(query, key, value, attention_mask, scale), None
     if folds(width):
         rows = query.reshape(batch, kv_heads, group * width, size)
         rows = torch.nn.functional.pad(rows, (0, 0, 0, attention_mask.shape[2] - group * width))
         out = torch.nn.functional.scaled_dot_product_attention(rows, key, value, attention_mask, scale=scaling)
-        out = out[:, :, : group * width].reshape(batch, heads, width, size)
+        out = out[:, :, : group * width].reshape(batch, heads, width, -1)
     else:
         # Group members as heads of one sequence per K/V head: keys are shared by a stride of zero, not copied.
         k, v = (t.flatten(0, 1).unsqueeze(1).expand(-1, group, -1, -1) for t in (key, value))
         seen = attention_mask.repeat_interleave(kv_heads, 0) if batch > 1 else attention_mask
         rows = query.reshape(batch * kv_heads, group, width, size)
         out = torch.nn.functional.scaled_dot_product_attention(rows, k, v, seen, scale=scaling)
-        out = out.reshape(batch, heads, width, size)
-    return out.transpose(1, 2), None
+        out = out.reshape(batch, heads, width, -1)
+    return out.transpose(1, 2).contiguous(), None  # some models view it
 
 
 def layer_types(config: Any) -> list[str]:
@@ -267,6 +273,10 @@ def refuse(model: PreTrainedModel) -> None:
         raise UnsupportedModel(f"{name} was loaded with {used}, which takes no tree mask; load it with 'sdpa'")
     if not getattr(model, "_supports_attention_backend", False) and not getattr(model, "_supports_sdpa", False):
         raise UnsupportedModel(f"{name} brings attention code of its own that takes no tree mask")
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModel(f"{name} counts positions by itself, and siblings of a tree share theirs")
+    if any(part == "sinks" for key, _ in model.named_parameters() for part in key.split(".")):
+        raise UnsupportedModel(f"{name} has attention sinks, which no kernel with a tree mask offers")
     for setting in ("attn_logit_softcapping", "use_bidirectional_attention"):
         if getattr(config, setting, None):
             raise UnsupportedModel(f"{name} sets {setting}, which no kernel with a tree mask offers")

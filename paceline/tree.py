@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -40,17 +40,18 @@ class Rider:
     tokens: Int64[Tensor, "M"]
     offsets: Int64[Tensor, "M"]
     """Position of each rider token minus the pending token's position."""
-    mask: Bool[Tensor, "M N+M"]
-    """What each rider token sees of the tree's nodes (in node order), then of the riders."""
+    mask: Bool[Tensor, "M _"]
+    """[M, N + M]: what each rider token sees of the tree's nodes (in node order), then of the riders."""
+    __no_type_check__: ClassVar[bool] = True  # checked below, in the test run too, with words
 
     def __post_init__(self) -> None:
-        _check_ids("rider tokens", self.tokens)
-        size = self.tokens.shape[0]
-        if self.offsets.dtype != torch.int64 or tuple(self.offsets.shape) != (size,):
+        size = len(_check_ids("rider tokens", self.tokens))
+        if not _is_int64(self.offsets, (size,)):
             raise BadRequest(
                 f"rider offsets are {_say(self.offsets)}; one int64 offset for each of {size} tokens is needed"
             )
-        if self.mask.dtype != torch.bool or self.mask.ndim != 2 or self.mask.shape[0] != size:
+        mask = self.mask
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 2 or mask.shape[0] != size:
             raise BadRequest(f"rider mask is {_say(self.mask)}; bool [{size}, nodes + {size}] is needed")
 
 
@@ -70,11 +71,12 @@ class TokenTree:
     score: Float[Tensor, "N"] | None = None
     """Expected acceptance of each node: for budgets, for slots, and for choosing between drafters."""
     rider: Rider | None = None
+    __no_type_check__: ClassVar[bool] = True  # checked below, in the test run too, with words
 
     def __post_init__(self) -> None:
         ids = _check_ids("tree tokens", self.tokens)
         size = len(ids)
-        if self.parents.dtype != torch.int64 or tuple(self.parents.shape) != (size,):
+        if not _is_int64(self.parents, (size,)):
             raise BadRequest(
                 f"tree parents are {_say(self.parents)}; one int64 parent for each of {size} nodes is needed"
             )
@@ -89,9 +91,9 @@ class TokenTree:
 
     def _check_extras(self, ids: list[int]) -> None:
         size = len(ids)
-        if self.q is not None and (self.q.ndim != 2 or self.q.shape[0] != size or not self.q.is_floating_point()):
+        if self.q is not None and (not _is_float(self.q, 2) or self.q.shape[0] != size):
             raise BadRequest(f"tree q is {_say(self.q)}; one float row over the vocabulary for each of {size} nodes")
-        if self.score is not None and (tuple(self.score.shape) != (size,) or not self.score.is_floating_point()):
+        if self.score is not None and (not _is_float(self.score, 1) or self.score.shape[0] != size):
             raise BadRequest(f"tree score is {_say(self.score)}; one float for each of {size} nodes is needed")
         if self.rider is not None and self.rider.mask.shape[1] != size + self.rider.tokens.shape[0]:
             needed = size + self.rider.tokens.shape[0]
@@ -308,14 +310,24 @@ def _ids(ids: list[int]) -> Int64[Tensor, "N"]:
         raise BadRequest(f"token ids are {ids!r}; plain integers are needed") from error
 
 
-def _check_ids(what: str, tokens: Int64[Tensor, "N"]) -> list[int]:
-    if tokens.dtype != torch.int64 or tokens.ndim != 1:
+def _check_ids(what: str, tokens: object) -> list[int]:
+    if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64 or tokens.ndim != 1:
         raise BadRequest(f"{what} are {_say(tokens)}; a flat int64 tensor is needed")
-    ids = tokens.tolist()
+    ids: list[int] = tokens.tolist()
     if ids and min(ids) < 0:
         raise BadRequest(f"{what} hold {min(ids)}; token ids are 0 or more")
     return ids
 
 
-def _say(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+def _is_int64(given: object, shape: tuple[int, ...]) -> bool:
+    return isinstance(given, Tensor) and given.dtype == torch.int64 and tuple(given.shape) == shape
+
+
+def _is_float(given: object, ndim: int) -> bool:
+    return isinstance(given, Tensor) and given.is_floating_point() and given.ndim == ndim
+
+
+def _say(given: object) -> str:
+    if not isinstance(given, Tensor):
+        return f"a {type(given).__name__}"
+    return f"{str(given.dtype).removeprefix('torch.')} {list(given.shape)}"

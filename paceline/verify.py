@@ -11,7 +11,7 @@ as without any tree. What `block` and `standard` need for that is a truthful lab
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float64
@@ -31,6 +31,7 @@ class Verdict(NamedTuple):
     """The token the target writes after the path."""
 
 
+@runtime_checkable
 class Chances(Protocol):
     """What the rules draw with; `sampling.Draws` is one, and a test can be one that walks through every outcome."""
 
@@ -164,7 +165,7 @@ def _left(law: Float64[Tensor, "V"], q: Float64[Tensor, "V"], share: float) -> t
     if mass <= 0.0:
         # p = q and still not kept has probability 0; rounding can get here, and p itself is then the best answer
         return law, 1.0 if share >= 1.0 else 0.0
-    return left / mass, mass / (mass + 1.0 - share)
+    return left / mass, mass / (mass + (1.0 - share))  # this order: a share of 1 stays 1
 
 
 def _draft_law(tree: TokenTree, node: int, law: Float64[Tensor, "V"]) -> Float64[Tensor, "V"] | None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from paceline.kernels import Kernel
 from paceline.output import Piece, RequestOutput
 
 
@@ -64,7 +65,8 @@ class FakeLLM:
         self.seconds: dict[str, float | Callable[[int], float]] = {"none": 1.0, "ngram": 1.0} | (seconds or {})
         self.tokenizer = ByteTokenizer()
         self.source = SimpleNamespace(name="fake", path=None, note="made up")
-        self.target = SimpleNamespace(kernel="no kernel", weight_bytes=10**9)
+        self.target = SimpleNamespace(kernel=Kernel("made up", width=32), weight_bytes=10**9)
+        self.max_model_len = 4096
         self.eos_ids: frozenset[int] = frozenset()
         self.requests: list[tuple[str, int | None]] = []
         self.calls: dict[str, int] = {}

@@ -343,11 +343,50 @@ def test_bench_compare(loaded: Loaded, questions: Path, tmp_path: Path) -> None:
     assert sum(line.startswith("ngram ") for line in result.stdout.splitlines()) == 2  # its speed and its speed-up
 
 
+def test_bench_refuses_prompts_that_fill_the_context_before_it_starts(loaded: Loaded, questions: Path) -> None:
+    loaded.llm.max_model_len = 20
+    result = paceline("bench", "m", "--prompts", str(questions), "--max-tokens", "11")
+    assert result.exit_code == 2
+    assert "prompt q0 and its answers may take 21 tokens, the context holds 20" in result.stderr
+    assert loaded.llm.requests == []
+
+
 def test_prompts_need_ids_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "q.jsonl").write_text('{"id": "x", "prompt": "a"}\n{"id": "x", "prompt": "b"}\n')
     result = paceline("bench", "m", "--prompts", str(tmp_path / "q.jsonl"))
     assert result.exit_code == 2
     assert "uses an id twice" in result.stderr
+
+
+# -- on a real, tiny model ---------------------------------------------------------------------------------------------
+
+
+def test_compare_on_a_model(tiny_model: Path) -> None:
+    result = paceline("generate", str(tiny_model), "def add(a, b):", "--compare", "--max-tokens", "24", "--seed", "1")
+    assert result.exit_code == 0, result.stderr
+    assert "Identical: 24 of 24 token ids, seed 1." in result.stdout
+
+
+def test_bench_on_a_model_with_peers(tiny_model: Path, questions: Path) -> None:
+    result = paceline(
+        "bench", str(tiny_model), "--prompts", str(questions), "--num-prompts", "2", "--max-tokens", "8",
+        "--peers", "transformers,transformers-lookup-10", "--repeats", "1", "--dtype", "float32", "--warmup", "0",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    runs = json.loads(result.stdout.splitlines()[-1])["runs"]
+    assert [run["method"] for run in runs] == ["none", "ngram", "transformers", "transformers-lookup-10"]
+    assert {run["tokens"] for run in runs} == {16}
+    assert all(run["outputs_identical"] for run in runs)
+
+
+def test_settings_are_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    for command in (
+        ["generate", str(tmp_path), "x", "--method", "ngrm"],
+        ["bench", str(tmp_path), "--methods", "ngrm"],
+    ):
+        result = paceline(*command)
+        assert result.exit_code == 2
+        assert "no method 'ngrm'; did you mean 'ngram'?" in result.stderr
 
 
 # -- colours -----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from paceline.bench.prompts import Prompt
 from paceline.bench.records import Record, Settings, Sidecar
-from paceline.errors import PacelineError
+from paceline.errors import BadRequest, PacelineError
 from paceline.output import Piece, RequestOutput, Stats
 
 Clock = Callable[[], float]
@@ -70,6 +70,9 @@ class Engine(Protocol):
 
     @property
     def source(self) -> Any: ...
+
+    @property
+    def max_model_len(self) -> int: ...
 
     @property
     def eos_ids(self) -> frozenset[int]: ...
@@ -147,6 +150,18 @@ class Method:
             raise PacelineError(f"method {self.name!r} failed: {out.error}")
         stats, prefill = out.stats, out.stats.time.get("prefill")
         return Answer(out.token_ids, out.text, run.seconds, stats.num_target_passes, prefill, run.first_seconds, stats)
+
+
+def check_room(llm: Engine, prompts: Sequence[Prompt], settings: Settings) -> None:
+    """Refuse prompts that would fill the context, before the first is answered rather than an hour later."""
+    for prompt in prompts:
+        turns = len(prompt.turns)
+        size = len(llm.chat_ids(prompt.messages([""] * (turns - 1)))) + turns * settings.max_tokens
+        if size > llm.max_model_len:
+            raise BadRequest(
+                f"prompt {prompt.id} and its answers may take {size} tokens, the context holds {llm.max_model_len}; "
+                "give a smaller --max-tokens or other prompts"
+            )
 
 
 def measure(
@@ -274,11 +289,17 @@ def environment(llm: Engine) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "kernel": llm.target.kernel,
+        "kernel": forward_in_use(llm.target.kernel),
         "weight_bytes": llm.target.weight_bytes,
         "model_source": llm.source.note,
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
     }
+
+
+def forward_in_use(kernel: Any) -> str:
+    """The forward's name and what it promises, e.g. ``packed: same bits up to 32 rows a pass (AMX)``."""
+    promise = f"same bits up to {kernel.width} rows a pass" if kernel.width else "bits may depend on a pass's width"
+    return f"{kernel.name}: {promise}" + (f" ({kernel.note})" if kernel.note else "")
 
 
 def cpu_model() -> str:

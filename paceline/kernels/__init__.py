@@ -25,6 +25,8 @@ class Kernel:
     key_block: int = 1
     """Attention reads a multiple of this many slots."""
     width: int = 0
+    tile_attention: bool = False
+    """Whether attention runs on the compiled kernel too, which takes row bits for a mask."""
     note: str = ""
     """Why this kernel, in a few words; shown under --debug."""
 

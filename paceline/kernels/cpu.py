@@ -3,7 +3,7 @@
 A decode pass has 1 to some tens of rows. The framework's product is built for many: it leaves a third to a half of the
 memory bandwidth unused, and its blocking, hence its rounding, changes with the number of rows. Two routes mend both:
 
-    tiles       a small C kernel on the CPU's matrix tiles (`thin.c`), 1 to 64 rows
+    tiles       a small C kernel on the CPU's matrix tiles (`tiles.c`), 1 to 64 rows
     transposed  without a compiler: W·xᵀ by the framework, with xᵀ padded to 16, 24 or 32 columns
 
 Both read the weights where they lie: nothing is packed or held twice, names and `state_dict` stay as they are, and
@@ -19,19 +19,22 @@ from transformers import PreTrainedModel
 
 from paceline.kernels import Kernel, native
 
+MAX_WIDTH = 64
+"""Rows up to which a pass is promised to be the same at every width; the tiles would go further, attention is tried to
+this many."""
 WIDTHS = (16, 24, 32)
 """Numbers of columns the transposed route pads to."""
 
 
 class TileLinear(nn.Linear):
-    """`nn.Linear` on matrix tiles for up to 64 rows. A loaded layer becomes one by `prepare`."""
+    """`nn.Linear` on matrix tiles. A loaded layer becomes one by `prepare`."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., out], as `nn.Linear`."""
         rows = input.numel() // self.in_features
-        if not 0 < rows <= native.MAX_ROWS or input.dtype != torch.bfloat16:
+        if rows == 0 or input.dtype != torch.bfloat16:
             return F.linear(input, self.weight, self.bias)
-        out = native.thin().linear(input.reshape(rows, -1).contiguous(), self.weight, self.bias)
+        out = native.tiles().linear(input.reshape(rows, -1).contiguous(), self.weight, self.bias)
         return out.view(*input.shape[:-1], -1)
 
 
@@ -55,10 +58,10 @@ def prepare(model: PreTrainedModel) -> Kernel:
     if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return Kernel("plain", note="no bf16 matrix kernels on this CPU")
     linears = [m for m in model.modules() if type(m) is nn.Linear and m.weight.dtype == torch.bfloat16]
-    why = native.thin().why or ("" if all(native.fits(m.weight) for m in linears) else "layers not in whole tiles")
+    why = native.tiles().why or ("" if all(native.fits(m.weight) for m in linears) else "layers not in whole tiles")
     for linear in linears:
         linear.__class__ = TransposedLinear if why else TileLinear
-    route, width = ("transposed", WIDTHS[-1]) if why else ("tiles", native.MAX_ROWS)
+    route, width = ("transposed", WIDTHS[-1]) if why else ("tiles", MAX_WIDTH)
     same, close = _try(linears, width)
     if not close:
         for linear in linears:
@@ -68,6 +71,10 @@ def prepare(model: PreTrainedModel) -> Kernel:
     whole = len(linears) > 0 and not any(type(m).__name__ == "Conv1D" for m in model.modules())
     if not same:
         why = "; ".join(filter(None, (why, "this route rounds differently at different widths here")))
+    config = model.config.get_text_config()
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    if route == "tiles" and native.fits_heads(head_dim):
+        return Kernel(route, key_block=native.KEYS, width=width if same and whole else 0, note=why, tile_attention=True)
     return Kernel(route, query_block=32, key_block=512, width=width if same and whole else 0, note=why)
 
 

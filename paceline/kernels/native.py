@@ -6,6 +6,7 @@ same cores would wait for each other in every layer.
 
 import ctypes
 import hashlib
+import math
 import os
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Bool, Float, Int16
 from torch import Tensor
 
 FLAGS = (
@@ -22,51 +24,105 @@ FLAGS = (
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
 )
 NEEDED = {"amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512_bf16"}
-MAX_ROWS = 64
+
+ROWS = 16
+"""Query rows of a tile."""
+KEYS = 64
+"""Keys that attention reads at a time: caches show a multiple of this many."""
 
 
-class Thin(NamedTuple):
-    """The kernel's entry point, or why there is none."""
+class _Attention(ctypes.Structure):
+    """The C structure `attention`, field for field."""
 
-    function: Any
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "mask", "y")),
+        *((name, ctypes.c_long) for name in ("q_batch", "q_head", "q_token", "kv_batch", "kv_head")),
+        *((name, ctypes.c_long) for name in ("batch", "kv_heads", "group", "tokens", "dim", "keys", "open")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class Tiles(NamedTuple):
+    """The compiled kernel's functions, or why there are none."""
+
+    library: Any
     why: str = ""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """[rows, in] -> [rows, out] for 1 to 64 rows; `fits` must hold for the weight."""
-        assert self.function is not None
+    def linear(
+        self, x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"], bias: Float[Tensor, "out"] | None
+    ) -> Float[Tensor, "rows out"]:
+        """x·Wᵀ + bias for any number of rows; `fits` must hold for the weight, x be contiguous."""
         y = x.new_empty(x.shape[0], weight.shape[0])
-        out, inner = weight.shape
         where = None if bias is None else bias.data_ptr()
-        if self.function(weight.data_ptr(), where, x.data_ptr(), y.data_ptr(), out, inner, x.shape[0]):
-            raise MemoryError(f"no memory to pack {x.shape[0]} rows of {inner} numbers")
+        pointers = (weight.data_ptr(), where, x.data_ptr(), y.data_ptr())
+        if self.library.paceline_linear(*pointers, *weight.shape, x.shape[0]):
+            raise MemoryError(f"no memory to pack {x.shape[0]} rows of {weight.shape[1]} numbers")
+        return y
+
+    def attention(
+        self,
+        query: Float[Tensor, "B heads N head_dim"],
+        key: Float[Tensor, "B kv_heads S head_dim"],
+        value: Float[Tensor, "B kv_heads S head_dim"],
+        bits: Int16[Tensor, "B 1 row_tiles masked"],
+        scale: float,
+    ) -> Float[Tensor, "B N heads head_dim"]:
+        """softmax(scale · QKᵀ)·V where `bits`, made by `row_bits`, says what each row sees of the last `masked` keys.
+
+        All rows see the keys before those. Keys and values are cache buffers: rows of head_dim, S a multiple of 64.
+        """
+        batch, heads, tokens, dim = query.shape
+        kv_heads, keys = key.shape[1], key.shape[2]
+        query = query if query.stride(3) == 1 else query.contiguous()
+        y = query.new_empty(batch, tokens, heads, dim)
+        pointers = (t.data_ptr() for t in (query, key, value, bits, y))
+        strides = (query.stride(0), query.stride(1), query.stride(2), key.stride(0), key.stride(1))
+        sizes = (batch, kv_heads, heads // kv_heads, tokens, dim, keys, keys - bits.shape[3])
+        if self.library.paceline_attention(
+            ctypes.byref(_Attention(*pointers, *strides, *sizes, scale * math.log2(math.e)))
+        ):
+            raise MemoryError(f"no memory to attend with {heads} heads of {dim} numbers")
         return y
 
 
+def row_bits(seen: Bool[Tensor, "B N S"], group: int, open_keys: int) -> Int16[Tensor, "B 1 row_tiles masked"]:
+    """What `Tiles.attention` wants to know of a mask: 16 rows to a word, rows being group members x tokens."""
+    rows = seen[:, :, open_keys:].repeat(1, group, 1)
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[1] % ROWS))
+    words = rows.view(rows.shape[0], -1, ROWS, rows.shape[2]).to(torch.int32)
+    shifts = torch.arange(ROWS, dtype=torch.int32)[:, None]
+    return (words << shifts).sum(2).to(torch.int16)[:, None].contiguous()
+
+
 def fits(weight: Tensor) -> bool:
-    """Whether the kernel takes this weight: bf16 rows as they lie in memory, in whole tiles."""
+    """Whether the linear kernel takes this weight: bf16 rows as they lie in memory, in whole tiles."""
     out, inner = weight.shape
     return weight.dtype == torch.bfloat16 and weight.is_contiguous() and out % 16 == 0 and inner % 32 == 0
 
 
+def fits_heads(head_dim: int) -> bool:
+    """Whether the attention kernel takes heads of this size."""
+    return head_dim % 32 == 0 and head_dim <= 256
+
+
 @cache
-def thin() -> Thin:
+def tiles() -> Tiles:
     """The compiled kernel of this machine; compiled when the cache folder has none."""
     try:
         missing = NEEDED - set(_cpu_flags())
         if missing:
-            return Thin(None, f"the CPU lacks {', '.join(sorted(missing))}")
+            return Tiles(None, f"the CPU lacks {', '.join(sorted(missing))}")
         runtime = next(iter(sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))), None)
         if runtime is None:
-            return Thin(None, "this build of the framework brings no OpenMP runtime to share")
+            return Tiles(None, "this build of the framework brings no OpenMP runtime to share")
         library = ctypes.CDLL(str(_build(runtime)))
     except (OSError, subprocess.SubprocessError) as error:
-        return Thin(None, f"the C kernel could not be built: {error}")
-    if library.paceline_thin_init() != 0:
-        return Thin(None, "the operating system does not grant the matrix tiles")
-    function = library.paceline_thin
-    function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3
-    function.restype = ctypes.c_int
-    return Thin(function)
+        return Tiles(None, f"the C kernel could not be built: {error}")
+    if library.paceline_tiles_init() != 0:
+        return Tiles(None, "the operating system does not grant the matrix tiles")
+    library.paceline_linear.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3
+    library.paceline_attention.argtypes = [ctypes.c_void_p]
+    return Tiles(library)
 
 
 def _cpu_flags() -> list[str]:
@@ -80,9 +136,9 @@ def _build(runtime: Path) -> Path:
     """The shared library for this source and runtime, compiled into the cache folder by atomic rename."""
     from paceline.model_cache import home
 
-    source = Path(__file__).with_name("thin.c")
+    source = Path(__file__).with_name("tiles.c")
     key = hashlib.sha256(source.read_bytes() + " ".join((*FLAGS, str(runtime))).encode()).hexdigest()[:16]
-    built = home() / "kernels" / f"thin-{key}.so"
+    built = home() / "kernels" / f"tiles-{key}.so"
     if built.exists():
         return built
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
@@ -90,7 +146,7 @@ def _build(runtime: Path) -> Path:
         raise OSError("no C compiler found; install gcc or set CC")
     built.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=built.parent) as folder:
-        obj, lib = f"{folder}/thin.o", f"{folder}/thin.so"
+        obj, lib = f"{folder}/tiles.o", f"{folder}/tiles.so"
         # Linking without -fopenmp keeps the system's runtime out; the framework's is named instead.
         for command in (
             [compiler, *FLAGS, "-c", str(source), "-o", obj],
