@@ -12,7 +12,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## generate without and with speculation, in colour (fetches the weights once, 1.1 GB)
-	$(BIN)/paceline generate $(DEMO_MODEL) @examples/demo_prompt.txt --chat --show --compare --max-tokens 160 --temperature 0
+	$(BIN)/paceline generate $(DEMO_MODEL) @examples/demo_prompt.txt --chat --show --compare --max-tokens 224 --temperature 0
 
 test: $(STAMP) ## every test, those on the real model included
 	$(BIN)/python -m pytest -m '' $(ARGS)

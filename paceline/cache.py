@@ -161,7 +161,7 @@ class KVCache(Cache):
         capacity = max(cache.capacity for cache in caches)
         for cache in caches:
             if cache.capacity < capacity:
-                cache._grow(capacity)
+                cache._resize(capacity)
         joined = cls(sum(cache.rows for cache in caches), first.limit, capacity, first.block)
         joined.lengths = [length for cache in caches for length in cache.lengths]
         # A row without a prompt read yet (one-token prompts) has no buffers; zeros stand in for them.
@@ -183,7 +183,10 @@ class KVCache(Cache):
 
     def _grow(self, needed: int) -> None:
         """Make room for `needed` slots, with at most a quarter to spare: copies cost O(1) per token in the long run."""
-        self.capacity = max(_up(needed, GROWTH), min(_up(self.capacity * 5 // 4, GROWTH), _up(self.limit, GROWTH)))
+        self._resize(max(_up(needed, GROWTH), min(_up(self.capacity * 5 // 4, GROWTH), _up(self.limit, GROWTH))))
+
+    def _resize(self, capacity: int) -> None:
+        self.capacity = capacity
         for layer, (k, v) in enumerate(self._kv):
             grown = []
             for old in (k, v):

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from .errors import UnsupportedModel
@@ -208,7 +209,9 @@ def _write_tokenizer(header: Header, config: "PreTrainedConfig", folder: Path) -
     from transformers import PreTrainedTokenizerFast
 
     try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(header.path.parent, gguf_file=header.path.name)
+        with TemporaryDirectory() as empty:  # beside the file there may be another model's tokenizer, which would win
+            (Path(empty) / "model.gguf").symlink_to(header.path.absolute())
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(empty, gguf_file="model.gguf")
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise _unsupported(header, f"its tokenizer cannot be rebuilt ({error})") from error
     if config.model_type.startswith("qwen"):  # their text is normalised before it is split; the file does not say so

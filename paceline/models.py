@@ -83,10 +83,10 @@ def resolve(model: str | os.PathLike[str], *, progress: bool = False) -> Source:
         cache.check_folder(path)
         return Source(name, path.resolve(), "folder")
     if path.is_file():
-        if path.suffix != ".gguf":
+        if path.suffix.lower() != ".gguf":
             raise BadRequest(f"{name} is a file but not a .gguf file; give a model folder, a .gguf file or a hub id")
         return _gguf(name, path.resolve(), progress)
-    looks_local = path.suffix == ".gguf" or name.startswith((".", "/", "~")) or "\\" in name
+    looks_local = path.suffix.lower() == ".gguf" or name.startswith((".", "/", "~")) or "\\" in name
     if isinstance(model, str) and not looks_local and _HUB_ID.fullmatch(name):
         path = fetch.snapshot(name, NAMED, progress=progress)
         cache.check_folder(path)
@@ -102,9 +102,12 @@ def resolve(model: str | os.PathLike[str], *, progress: bool = False) -> Source:
 def pull(name: str | os.PathLike[str], progress: bool = True) -> Path:
     """The folder of `resolve`, with progress and sizes on standard error."""
     source = resolve(name, progress=progress)
-    kept = cache.home() / "files" / NAMED[source.name].file if source.kind == "named" else None
-    if kept and kept.is_file():
-        note(f"{kept} ({human(kept.stat().st_size)}) is no longer needed and may be deleted", progress)
+    if source.kind == "named":
+        model = NAMED[source.name]
+        note(f"{source.name}, licence {model.licence}, from {model.repo}", progress)
+        kept = cache.home() / "files" / model.file
+        if kept.is_file():
+            note(f"{kept} ({human(kept.stat().st_size)}) is no longer needed and may be deleted", progress)
     size = sum(f.stat().st_size for f in source.path.iterdir() if f.is_file())
     note(f"{source.path} ({human(size)}) {source.note}".rstrip(), progress)
     return source.path

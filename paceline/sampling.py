@@ -185,7 +185,7 @@ class _Row:
             maxima = torch.cat([maxima, values[whole:].amax(0, keepdim=True)])
         self.maxima = maxima
 
-    def inside(self, blocks: Int64[Tensor, "M"]) -> Int64[Tensor, "M"]:
+    def inside(self, blocks: Int64[Tensor, "M"]) -> Int64[Tensor, "_"]:
         """The ids of all entries of these blocks."""
         ids = (blocks[:, None] * _BLOCK + torch.arange(_BLOCK, device=blocks.device)).flatten()
         return ids if self.values.shape[0] % _BLOCK == 0 else ids[ids < self.values.shape[0]]
@@ -250,9 +250,9 @@ def _top_p(law: Law, top_p: float) -> Law:
     weights = (x - row.maxima.max()).clamp_(min=-80.0).exp_()
     total = float(weights.sum())
     goal, mass = total * top_p, 0.0
-    for k in (32, 256):
+    for k in (32, 256, 1024):
         if mass * 10 < goal and k > 32:
-            break  # flat: eight times as many tokens will not do either
+            break  # flat: several times as many tokens will not do either
         upper = row.above(float(row.maxima.topk(min(k, row.maxima.shape[0])).values[-1]))
         mass = float(weights[upper].double().sum())
         # a hair more than the goal: the border is then inside for certain
@@ -264,7 +264,7 @@ def _top_p(law: Law, top_p: float) -> Law:
 
 def _nucleus(
     x: Float[Tensor, "M"], weights: Float[Tensor, "M"], goal: float, reached: float = 0.0
-) -> Int64[Tensor, "M"]:
+) -> Int64[Tensor, "_"]:
     """Indices, ascending, of the largest entries up to and with the one whose mass reaches the goal."""
     order = x.sort(descending=True, stable=True).indices
     mass = weights[order].double().cumsum(0) + reached
@@ -465,7 +465,7 @@ class Sampler:
 
     def _fit(
         self, ids: Int64[Tensor, "M"], values: Float64[Tensor, "M"], x: Float[Tensor, "V"]
-    ) -> tuple[Int64[Tensor, "M"], Float[Tensor, "M"]]:
+    ) -> tuple[Int64[Tensor, "_"], Float[Tensor, "_"]]:
         """Ids and values on the row's device and of its type, without ids that a narrower draft vocabulary lacks."""
         if x.shape[0] < self.vocab_size:
             values = values[ids < x.shape[0]]
@@ -479,7 +479,7 @@ class Sampler:
             x = torch.where(x < 0, x * params.repetition_penalty, x / params.repetition_penalty)
         if self._counts_output:
             x = x - count * min(max(params.frequency_penalty, -most), most)  # no 0 * inf, whatever was asked
-            x = x - (count > 0) * min(max(params.presence_penalty, -most), most)
+            x = x - (count > 0).to(x) * min(max(params.presence_penalty, -most), most)
         return x
 
 
@@ -543,7 +543,7 @@ class Draws:
     def rough_noise(
         self, position: int, vocab_size: int, device: torch.device | str | None = None
     ) -> Float[Tensor, "V"]:
-        """`noise` to about 1e-6, in float32, at a quarter of its cost: good for ranking guesses."""
+        """`noise` in float32 at a quarter of its cost, to 1e-5 where it is positive: good for ranking guesses."""
         high = _mixed(_hashed(None, vocab_size, device), self._keys("noise", position)[:3])
         return high.float().add_(0.5).mul_(-(2.0**-31)).clamp_(min=-1 + 2.0**-24).log1p_().neg_().log_().neg_()
 
@@ -683,7 +683,7 @@ def _gumbel_of(word: int) -> float:
     return -math.log(-math.log1p(-min((word + 0.5) * 2.0**-53, 1 - 2.0**-53)))
 
 
-def _contenders(law: Law, keys: Sequence[int]) -> Int64[Tensor, "M"]:
+def _contenders(law: Law, keys: Sequence[int]) -> Int64[Tensor, "_"]:
     """The few places in a law, ascending, where law.logits + noise can be largest, found without making the noise.
 
     The first 31 bits h of a word bound its Gumbel: u >= h/2^31 and -log1p(-u) >= u give g <= 31 log 2 - log h.

@@ -328,7 +328,7 @@ def comparison(plain: Watched, fast: Watched, name: str, tokenizer: Decodes, gre
     )
     return Panel(
         body,
-        title=headline(parted, speedup),
+        title=headline(parted, speedup, stats.num_accepted_tokens),
         title_align="left",
         padding=(1, 2),
         width=80,
@@ -336,11 +336,11 @@ def comparison(plain: Watched, fast: Watched, name: str, tokenizer: Decodes, gre
     )
 
 
-def headline(parted: int | None, speedup: float) -> Text:
-    """The result in half a line."""
+def headline(parted: int | None, speedup: float, accepted: int) -> Text:
+    """The result in half a line; where no guess was accepted, a difference in speed is the machine's."""
     if parted is not None:
         return Text(" the texts differ ", style="bold red")
-    if speedup < 1.05:
+    if speedup < 1.05 or not accepted:
         return Text(f" same text, {speedup:.2f}x: no help on this prompt ", style="bold yellow")
     return Text(f" same text, {speedup:.1f}x the speed ", style="bold green")
 

@@ -209,17 +209,18 @@ def reference(
 
 
 @functools.cache
-def _answer(arch: str, seed: int, limit: int, prompt: tuple[int, ...], max_new: int, settings: tuple[Any, ...]) -> Answer:
-    return reference(plain(arch, seed, limit), prompt, max_new, SamplingParams(**{k: _thaw(v) for k, v in settings}))
+def _answer(arch: str, limit: int, prompt: tuple[int, ...], max_new: int, settings: tuple[Any, ...]) -> Answer:
+    params = SamplingParams(**{name: _thaw(value) for name, value in settings})
+    return reference(plain(arch, limit=limit), prompt, max_new, params)
 
 
 def answer(
-    prompt: Sequence[int], max_new: int, arch: str = "llama", seed: int = 0, limit: int = 256, **settings: Any
+    prompt: Sequence[int], max_new: int, arch: str = "llama", limit: int = 256, **settings: Any
 ) -> Answer:
     """`reference` of a shared model, remembered between tests. Settings are those of `SamplingParams`, greedy if none."""
     settings = {"temperature": 0.0, **settings}
     frozen = tuple(sorted((k, tuple(v.items()) if isinstance(v, dict) else v) for k, v in settings.items()))
-    return _answer(arch, seed, limit, tuple(prompt), max_new, frozen)
+    return _answer(arch, limit, tuple(prompt), max_new, frozen)
 
 
 def _thaw(value: Any) -> Any:
@@ -303,9 +304,9 @@ class Known:
 
 
 class Spy:
-    """A target that writes down what it is asked and may spoil what it answers."""
+    """A target that writes down what it is asked; `spoil(logits, positions, tokens)` may change what it answers."""
 
-    def __init__(self, target: HFTarget, spoil: "Callable[[Tensor, Tensor], Tensor] | None" = None) -> None:
+    def __init__(self, target: HFTarget, spoil: "Callable[[Tensor, Tensor, Tensor], None] | None" = None) -> None:
         self.target, self.spoil = target, spoil
         self.vocab_size, self.hidden_size, self.max_positions = (
             target.vocab_size,
@@ -341,8 +342,15 @@ class Spy:
         self.caches.append(cache)
         seen = self.target.forward(tokens, offsets, mask, cache, taps, logits=logits)
         if self.spoil is not None and logits:
-            seen = Seen(self.spoil(seen.logits.clone(), positions), seen.hidden)
+            spoilt = seen.logits.clone()
+            self.spoil(spoilt, positions, tokens)
+            seen = Seen(spoilt, seen.hidden)
         return seen
+
+    @property
+    def furthest(self) -> int:
+        """The highest position that was ever read."""
+        return max(max(max(row) for row in rows) for rows in self.positions)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.target.embed(tokens)

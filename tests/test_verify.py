@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from jaxtyping import config as shape_checks
 
 from paceline.errors import BadLogits, IncompatibleDrafter
 from paceline.sampling import Draws, Law, Sampler, SamplingParams
@@ -17,6 +18,14 @@ from paceline.verify import RULES, Verdict, block, coupled, standard
 Path = tuple[int, ...]
 Table = Callable[[Path], torch.Tensor]
 Laws = Callable[[int], Law]
+
+
+@pytest.fixture
+def at_full_speed() -> Iterator[None]:
+    """Without shape checks on every call; other tests make the same calls with them."""
+    shape_checks.update("jaxtyping_disable", True)
+    yield
+    shape_checks.update("jaxtyping_disable", False)
 
 
 # -- the walker: a Draws that takes every branch -----------------------------------------------------------------------
@@ -168,6 +177,7 @@ def test_emitted_law_is_the_targets(rule: str, shape: str, drawn: Drawn, size: i
         assert distance(strings, p, size) < 1e-12
 
 
+@pytest.mark.usefixtures("at_full_speed")
 def test_vocabulary_of_four_and_a_point_mass() -> None:
     """One-hot p (temperature 0) and one-hot q are laws like any other."""
     p, q = table(5, 4), table(6, 4)
@@ -188,6 +198,7 @@ def test_toy_of_the_block_paper() -> None:
     assert by_block == pytest.approx(11 / 9, abs=1e-12)
 
 
+@pytest.mark.usefixtures("at_full_speed")
 @pytest.mark.parametrize("drawn", Drawn)
 @pytest.mark.parametrize("shape", ["chain of 3", "two children", "two by two", "a chain beside a leaf"])
 def test_block_never_accepts_less_than_standard(shape: str, drawn: Drawn) -> None:
@@ -285,6 +296,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.usefixtures("at_full_speed")
 def test_the_models_of_the_planted_bugs_are_right_without_them() -> None:
     p, q = table(3, 4), table(4, 4)
     for rule, shape, drawn in (
@@ -298,6 +310,7 @@ def test_the_models_of_the_planted_bugs_are_right_without_them() -> None:
         assert accepted == pytest.approx(emitted(ours, SHAPES[shape], drawn, p, q, 4)[1], abs=1e-12)
 
 
+@pytest.mark.usefixtures("at_full_speed")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_planted_bug_shows(name: str) -> None:
     rule, shape, drawn = MUTANTS[name]
@@ -352,7 +365,7 @@ def test_transformers_28508() -> None:
     for rule, expected in ((block, p), (standard, p), (sibling_rule(soft_residual=True), [0.321, 0.390, 0.290])):
         strings, _ = emitted(rule, [-1, 0], Drawn.IID, lambda _: p, lambda _: q, 3)
         first = [sum(share for string, share in strings.items() if string[0] == token) for token in range(3)]
-        assert first == pytest.approx(list(expected), abs=1e-12 if expected is p else 1e-3)
+        assert first == pytest.approx([float(share) for share in expected], abs=1e-12 if expected is p else 1e-3)
     for rule in (block, standard):
         for same in ([0.5, 0.3, 0.2], [0.0, 1.0, 0.0]):
             for drawn in (Drawn.IID, Drawn.DISTINCT):
@@ -435,6 +448,7 @@ def test_q_that_is_missing_or_no_law(rule: str) -> None:
             RULES[rule](lambda _: law_of(0.5, 0.5), tree_of([0, 1], [-1, 0], drawn, [0.2, 0.3, 0.5]), Draws(1), 0)
 
 
+@pytest.mark.usefixtures("at_full_speed")
 def test_draft_vocabulary_narrower_than_the_targets() -> None:
     p, q = table(1, 4), table(2, 3)
     strings, _ = emitted(block, SHAPES["two by two"], Drawn.IID, lambda path: p(path), lambda path: q(path), 4)
@@ -450,11 +464,12 @@ def random_tree(generator: random.Random, size: int) -> TokenTree:
     return TokenTree(torch.tensor([generator.randrange(size) for _ in parents]), torch.tensor(parents))
 
 
+@pytest.mark.usefixtures("at_full_speed")
 def test_coupled_emits_what_plain_decoding_emits() -> None:
     """Thousands of random laws, trees and seeds: the same ids as with no tree at all."""
     generator = random.Random(0)
     accepted = 0
-    for trial in range(1000):
+    for trial in range(600):
         size = 2 + trial % 4
         p = table(trial % 50, size, zeros=size > 2)
 
@@ -476,7 +491,7 @@ def test_coupled_emits_what_plain_decoding_emits() -> None:
             accepted += len(verdict.path)
             got += [*(tree.ids[node] for node in verdict.path), verdict.token]
         assert got[:6] == want
-    assert accepted > 1000  # the trees did take part
+    assert accepted > 600  # the trees did take part
 
 
 def test_laws_are_asked_only_where_the_walk_goes() -> None:
@@ -500,15 +515,16 @@ def test_laws_are_asked_only_where_the_walk_goes() -> None:
         coupled(lambda _: Sampler(SamplingParams(), 2, [0]).law(torch.tensor([math.nan, 0.0])), tree, Draws(1), 0)
 
 
+@pytest.mark.usefixtures("at_full_speed")
 def test_a_drafter_with_the_same_noise_is_accepted_more() -> None:
     """At least (1 - TV)/(1 + TV) for one coupled draft, and exactly 1 where p = q."""
     p, q = table(11, 5)(()), table(12, 5)(())
     overlap = float(torch.minimum(p, q).sum())
     hits = {"coupled": 0, "same": 0}
-    for trial in range(2000):
+    for trial in range(1000):
         draws = Draws(trial)
         for name, draft in (("coupled", q), ("same", p)):
             token = draws.choose(Law(None, draft.log(), 5), 7)
             hits[name] += len(coupled(lambda _: Law(None, p.log(), 5), TokenTree.chain(0, [token]), draws, 7).path)
-    assert hits["same"] == 2000
-    assert hits["coupled"] / 2000 > overlap / (2 - overlap) - 0.02
+    assert hits["same"] == 1000
+    assert hits["coupled"] / 1000 > overlap / (2 - overlap) - 0.03
