@@ -79,9 +79,8 @@ def speed(target: HFTarget, plain: Any, ids: torch.Tensor, repeats: int) -> dict
     for repeat in range(repeats + 1):
         bandwidth = seconds(block.sum)
         for n in WIDTHS:
-            ours: Callable[[], None] = lambda n=n: one_pass(target, cache, ids, n)  # type: ignore[misc]
             spent.clear()
-            passed = seconds(ours)
+            passed = seconds(lambda n=n: one_pass(target, cache, ids, n))  # type: ignore[misc]
             there = seconds(lambda n=n: transformers_pass(n))  # type: ignore[misc]
             if repeat:
                 times["ours", n].append(passed)

@@ -24,6 +24,8 @@ Config = Mapping[str, Any] | SpeculativeConfig | None
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 AUTO = SpeculativeConfig()
+MOST_DRAFTERS = 8
+"""Settings whose drafters are kept ready; the oldest goes first, the LLM's own stays."""
 
 
 class LLM:
@@ -144,6 +146,8 @@ class LLM:
         if config not in self._drafters:
             drafter = config.drafter()
             drafter.bind(self.target)
+            if len(self._drafters) == MOST_DRAFTERS:
+                del self._drafters[next(name for name in self._drafters if name != self._config)]
             self._drafters[config] = drafter
         return self._drafters[config]
 

@@ -214,9 +214,7 @@ def _answer(arch: str, limit: int, prompt: tuple[int, ...], max_new: int, settin
     return reference(plain(arch, limit=limit), prompt, max_new, params)
 
 
-def answer(
-    prompt: Sequence[int], max_new: int, arch: str = "llama", limit: int = 256, **settings: Any
-) -> Answer:
+def answer(prompt: Sequence[int], max_new: int, arch: str = "llama", limit: int = 256, **settings: Any) -> Answer:
     """`reference` of a shared model, remembered between tests. Settings are those of `SamplingParams`, greedy if none."""
     settings = {"temperature": 0.0, **settings}
     frozen = tuple(sorted((k, tuple(v.items()) if isinstance(v, dict) else v) for k, v in settings.items()))
@@ -371,23 +369,29 @@ def requests(
     settings: Sequence[dict[str, Any]] | None = None,
     **common: Any,
 ) -> list[Request]:
-    """Requests for prompts, one drafter for all or one each; settings are those of `SamplingParams`, greedy if none."""
+    """Requests for prompts, one drafter for all or one each.
+
+    Settings, common and of each row, are those of `SamplingParams`, greedy if none; `eos` may stand among the latter.
+    """
     drafters = list(drafter) if isinstance(drafter, Sequence) else [drafter or NoDraft()] * len(prompts)
-    common = {"temperature": 0.0, **common}
-    return [
-        Request(
-            list(prompt),
-            SamplingParams(**{**common, **(settings[i] if settings else {})}),
-            drafters[i],
-            vocab_size=target.vocab_size,
-            max_positions=target.max_positions,
-            eos_ids=frozenset(eos),
-            rule=rule,
-            depth=depth,
-            budget=depth if budget is None else budget,
+    made = []
+    for i, prompt in enumerate(prompts):
+        own = {"temperature": 0.0, "eos": eos, **common, **(settings[i] if settings else {})}
+        ends = frozenset(own.pop("eos"))
+        made.append(
+            Request(
+                list(prompt),
+                SamplingParams(**own),
+                drafters[i],
+                vocab_size=target.vocab_size,
+                max_positions=target.max_positions,
+                eos_ids=ends,
+                rule=rule,
+                depth=depth,
+                budget=depth if budget is None else budget,
+            )
         )
-        for i, prompt in enumerate(prompts)
-    ]
+    return made
 
 
 def decode(target: Any, prompts: Sequence[Sequence[int]], drafter: Any = None, **options: Any) -> list[Request]:

@@ -27,7 +27,9 @@ def keys_of(tokens: list[list[int]], layer: int) -> Tensor:
     return token * 1000 + layer * 100 + place
 
 
-def stage(cache: KVCache, tokens: list[list[int]], offsets: list[list[int]] | None = None) -> list[tuple[Tensor, Tensor]]:
+def stage(
+    cache: KVCache, tokens: list[list[int]], offsets: list[list[int]] | None = None
+) -> list[tuple[Tensor, Tensor]]:
     """One pass: every layer stages its keys, and the values are their negatives."""
     width = len(tokens[0])
     where = torch.arange(cache.staged, cache.staged + width).repeat(len(tokens), 1)

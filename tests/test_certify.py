@@ -24,8 +24,10 @@ def can(row: torch.Tensor, size: float, token: int, params: SamplingParams = GRE
 
 def test_a_gap_inside_twice_the_floor_is_reachable_and_outside_is_not() -> None:
     row = logits(t2=1.0, t5=0.7)
-    assert can(row, 0.16, 5) and not can(row, 0.14, 5)
-    assert can(row, 0.0, 2) and not can(row, 2.9, 7)
+    assert can(row, 0.16, 5)
+    assert not can(row, 0.14, 5)
+    assert can(row, 0.0, 2)
+    assert not can(row, 2.9, 7)
 
 
 def test_settings_shift_what_is_near() -> None:
@@ -58,13 +60,20 @@ def test_judge_calls_a_planted_change_a_bug_and_equal_texts_nothing() -> None:
     model = tiny("llama")
     prompt = [5, 6, 7]
     with torch.no_grad():
-        ids = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=6, eos_token_id=None)[0, 3:].tolist()
+        ids = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=6, eos_token_id=None)[
+            0, 3:
+        ].tolist()
     assert judge(model, prompt, ids, ids, GREEDY) is None
     wrong = [*ids[:2], (ids[2] + 1) % 97, *ids[3:]]
     found = judge(model, prompt, ids, wrong, GREEDY)
-    assert found is not None and found.index == 2 and not found.near_tie and found.floor < 1e-9
+    assert found is not None
+    assert found.index == 2
+    assert not found.near_tie
+    assert found.floor < 1e-9
     short = judge(model, prompt, ids, ids[:3], GREEDY)
-    assert short is not None and short.got == -1 and not short.near_tie
+    assert short is not None
+    assert short.got == -1
+    assert not short.near_tie
 
 
 def test_judge_calls_an_exact_tie_near() -> None:
@@ -76,7 +85,8 @@ def test_judge_calls_an_exact_tie_near() -> None:
     with torch.no_grad():
         model.lm_head.weight[twin] = model.lm_head.weight[best]
     found = judge(model, prompt, [min(best, twin)], [max(best, twin)], GREEDY)
-    assert found is not None and found.logit_expected == found.logit_got
+    assert found is not None
+    assert found.logit_expected == found.logit_got
     # In float64 the floor is about 1e-15, and the tie is exact: only a floor above zero can break it.
     assert found.near_tie == (found.floor > 0)
 

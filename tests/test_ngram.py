@@ -78,9 +78,7 @@ def test_impossible_lengths_are_refused(longest: int, shortest: int) -> None:
     count=st.integers(0, 8),
     pieces=st.lists(st.integers(0, 40), max_size=3),
 )
-def test_longest_then_most_recent(
-    ids: list[int], longest: int, shortest: int, count: int, pieces: list[int]
-) -> None:
+def test_longest_then_most_recent(ids: list[int], longest: int, shortest: int, count: int, pieces: list[int]) -> None:
     longest, shortest = max(longest, shortest), min(longest, shortest)
     found = proposed(Ngram(longest, shortest), ids, count, pieces)
     assert found == searched(ids, longest, shortest, count)
@@ -147,7 +145,9 @@ class Watched(Ngram):
 
 def test_llamacpp_27852_nothing_leaks_from_one_request_to_the_next() -> None:
     drafter, long, short = Watched(), prompt_of(60, 1), prompt_of(9, 2)
-    runs = [oracles.decode(oracles.target(), [prompt], drafter, max_tokens=30) for prompt in (short, long, short, short)]
+    runs = [
+        oracles.decode(oracles.target(), [prompt], drafter, max_tokens=30) for prompt in (short, long, short, short)
+    ]
     again = [(row.output_ids, {**row.stats.to_dict(), "time": None}) for (row,) in runs]
     assert again[0] == again[2] == again[3]
     assert runs[1][0].stats.num_accepted_tokens > 0
