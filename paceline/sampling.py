@@ -213,7 +213,7 @@ class _Row:
         return start + int(self.values[start : start + _BLOCK].argmax())
 
 
-def _keep_above(law: Law, floor: float) -> Law:
+def _keep_above(law: Law, floor: float, row: _Row) -> Law:
     """The law without entries below `floor`: sparse if few are left, else whole with -inf in the gaps."""
     if floor == -math.inf:
         return law
@@ -221,9 +221,9 @@ def _keep_above(law: Law, floor: float) -> Law:
     if ids is not None:
         kept = x >= floor
         return Law(ids[kept], x[kept], size)
-    row = _Row(x)
     if int((row.maxima >= floor).sum()) * _BLOCK <= 8 * _SMALL:
         few = row.above(floor)
+        few = few[x[few] >= floor]  # the row may be from before the last filter
         if few.shape[0] <= _SMALL:
             return Law(few, x[few], size)
     return Law(None, threshold(x, _below(floor, x), -math.inf), size)
@@ -234,7 +234,7 @@ def _below(value: float, like: Tensor) -> float:
     return torch.nextafter(like.new_tensor(value), like.new_tensor(-math.inf)).item()
 
 
-def _top_p(law: Law, top_p: float) -> Law:
+def _top_p(law: Law, top_p: float, row: _Row) -> Law:
     """The law cut to its nucleus: a token stays if the mass of those before it is less than `top_p`.
 
     Before means likelier, or as likely with a lower id. Three ways of finding the border, by how far down it lies:
@@ -245,13 +245,12 @@ def _top_p(law: Law, top_p: float) -> Law:
         weights = (x - x.max()).double().exp_()
         kept = _nucleus(x, weights, top_p * float(weights.sum()))
         return Law(kept if ids is None else ids[kept], x[kept], size)
-    row = _Row(x)
     # exp of what float32 cannot hold is twenty times slower; e^-80 is nothing already
     weights = (x - row.maxima.max()).clamp_(min=-80.0).exp_()
     total = float(weights.sum())
     goal, mass = total * top_p, 0.0
-    for k in (32, 256, 1024):
-        if mass * 10 < goal and k > 32:
+    for k in (32, 256):
+        if mass * 2 < goal and k > 32:
             break  # flat: several times as many tokens will not do either
         upper = row.above(float(row.maxima.topk(min(k, row.maxima.shape[0])).values[-1]))
         mass = float(weights[upper].double().sum())
@@ -266,6 +265,13 @@ def _nucleus(
     x: Float[Tensor, "M"], weights: Float[Tensor, "M"], goal: float, reached: float = 0.0
 ) -> Int64[Tensor, "_"]:
     """Indices, ascending, of the largest entries up to and with the one whose mass reaches the goal."""
+    if x.shape[0] <= 4 * _BLOCK:  # ten tensor calls cost more than that many numbers
+        values, masses, count = x.tolist(), weights.tolist(), 0
+        ranked = sorted(range(len(values)), key=values.__getitem__, reverse=True)  # stable: the lower id first
+        while count < len(ranked) and (reached < goal or count == 0):
+            reached += masses[ranked[count]]
+            count += 1
+        return torch.tensor(sorted(ranked[:count]), device=x.device)
     order = x.sort(descending=True, stable=True).indices
     mass = weights[order].double().cumsum(0) + reached
     return order[: 1 + int((mass < goal).sum())].sort().values
@@ -283,7 +289,7 @@ def _flat_nucleus(x: Float[Tensor, "V"], weights: Float[Tensor, "V"], total: flo
     for aim in (1.03, 0.97):
         place = int(torch.searchsorted(mass, float(mass[-1]) * goal / total * aim))
         band.look(float(sample[min(place, sample.shape[0] - 1)]))
-    for side in (0.1, -0.1, 0.05, -0.05, 0.05, -0.05):
+    for side in (0.1, -0.1, 0.01, -0.01):
         band.interpolate(side)
     ids = band.ids()
     kept = _nucleus(x[ids], weights[ids], goal, band.mass_high)
@@ -314,35 +320,44 @@ class _Band:
     def interpolate(self, side: float) -> None:
         """Looks a little below (side > 0) or above the place where a straight line reaches the goal."""
         share = (self.goal - self.mass_high) / (self.mass_low - self.mass_high) + side
-        self.look(self.high - (self.high - self.low) * min(max(share, 0.02), 0.98))
+        self.look(self.high - (self.high - self.low) * min(max(share, 0.005), 0.995))
 
     def ids(self) -> Int64[Tensor, "M"]:
         """The ids in the band, ascending."""
         w, middle, half = self.weights, (self.low + self.high) / 2, (self.high - self.low) / 2
         near = _Row((w - middle).abs_().neg_()).above(-half - 1e-6 * (middle + half))  # and rounding
-        return near[(w[near] > self.low) & (w[near] <= self.high)]
+        weights = w[near]
+        return near[(weights > self.low) & (weights <= self.high)]
 
 
 def _filtered(x: Float[Tensor, "V"], params: SamplingParams) -> Law:
     """The law of scaled logits after top-k, top-p and min-p, in this order, each on what the one before left."""
-    peak = float(x.amax())
-    if math.isnan(peak) or peak == -math.inf:
-        raise BadLogits(_EMPTY if peak == -math.inf else _NAN)
+    row = _Row(x)
+    peak = _checked_peak(row)
     if peak == math.inf:
-        certain = (x == math.inf).nonzero().flatten()
+        certain = row.above(peak)
         return Law(certain, x.new_zeros(certain.shape[0]), x.shape[0])
     law = Law(None, x, x.shape[0])
     if params.top_k > 0:
-        law = _keep_above(law, _Row(x).kth(params.top_k))
+        law = _keep_above(law, row.kth(params.top_k), row)
     if params.top_p < 1.0:
-        law = _top_p(law, params.top_p)
+        law = _top_p(law, params.top_p, row)
     if params.min_p > 0.0:
-        law = _keep_above(law, peak + math.log(params.min_p))
+        law = _keep_above(law, peak + math.log(params.min_p), row)
     return law
 
 
-_NAN = "the logits hold NaN at a position that was reached; check the model's weights and dtype (float16 overflows)"
-_EMPTY = "no token is left at a position that was reached; loosen logit_bias or the penalties"
+def _checked_peak(row: _Row) -> float:
+    """The row's largest value; refuses rows that are no law."""
+    peak = float(row.maxima.amax())
+    if math.isnan(peak):
+        raise BadLogits(
+            "the logits hold NaN at a position that was reached, and numbers are needed; check the weights, and the "
+            "dtype: float16 overflows where bfloat16 does not"
+        )
+    if peak == -math.inf:
+        raise BadLogits("no token is left at a position that was reached; loosen logit_bias or the penalties")
+    return peak
 
 
 # -- one request's settings, bound to its text -------------------------------------------------------------------------
@@ -433,9 +448,7 @@ class Sampler:
         if not self.params.is_greedy:
             return _filtered(self._tempered(x), self.params)
         row = _Row(x)
-        peak = float(row.maxima.amax())
-        if math.isnan(peak) or peak == -math.inf:
-            raise BadLogits(_EMPTY if peak == -math.inf else _NAN)
+        _checked_peak(row)
         best = torch.tensor([row.argmax()], device=x.device)
         return Law(best, torch.zeros(1, dtype=x.dtype, device=x.device), x.shape[0])
 

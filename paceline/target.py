@@ -20,6 +20,8 @@ from paceline.kernels import Kernel, native, prepare
 ATTENTION = "paceline"
 """Name of our attention function in the registry of `transformers`."""
 LAYER_TYPES = {"full_attention", "sliding_attention"}
+TESTED = {"llama", "qwen2", "qwen3", "mistral", "gemma3_text", "gpt2", "phi"}
+"""Model types whose tree logits the tests compare with path-by-path logits; others are tried when they are loaded."""
 
 
 class Seen(NamedTuple):
@@ -84,6 +86,7 @@ class HFTarget:
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self.hidden_size = int(config.hidden_size)
         self.max_positions = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
+        trial = None if config.model_type in TESTED else Trial(self.model)
         self.kernel = prepare(model)
         AttentionInterface.register(ATTENTION, attention)
         model.set_attn_implementation(ATTENTION)
@@ -94,6 +97,9 @@ class HFTarget:
         self._groups = int(config.num_attention_heads) // int(
             getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         )
+
+        if trial is not None:
+            trial.judge(self)
 
     @property
     def device(self) -> torch.device:
@@ -245,6 +251,39 @@ def attention(
         out = torch.nn.functional.scaled_dot_product_attention(rows, k, v, seen, scale=scaling)
         out = out.reshape(batch, heads, width, -1)
     return out.transpose(1, 2).contiguous(), None  # some models view it
+
+
+class Trial:
+    """A small tree read by a model of an untested type, against its own forward path by path, before it is trusted.
+
+    What it catches: positions taken from the mask instead of `position_ids`, biases by distance (ALiBi), attention
+    code that ignores the mask it is given. Siblings and a node behind another branch are enough to show each.
+    """
+
+    PREFIX, ROOT, CHILDREN = (1, 2, 3, 4, 5), 6, (7, 8)
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        call: Any = model
+        with torch.inference_mode():
+            paths = torch.tensor([[*self.PREFIX, self.ROOT, child] for child in self.CHILDREN], device=model.device)
+            self._expected = call(paths, use_cache=False).logits[:, -1].double()
+
+    def judge(self, target: HFTarget) -> None:
+        """Raises UnsupportedModel when the tree's logits are not those of the paths."""
+        cache, size = target.new_cache(1, 16), len(self.PREFIX)
+        target.forward(torch.tensor([self.PREFIX]), torch.arange(size)[None], None, cache, logits=False)
+        cache.commit([range(size)])
+        tokens = torch.tensor([[self.ROOT, *self.CHILDREN]])
+        mask = torch.tensor([[[True, False, False], [True, True, False], [True, False, True]]])
+        seen = target.forward(tokens, torch.tensor([[0, 1, 1]]), mask, cache).logits[0, 1:].double()
+        error, size_of = (seen - self._expected).abs().max(), self._expected.abs().max()
+        # Rounding of bfloat16 stays within 3% of the largest logit; a wrong mask or position does not.
+        if not error <= 0.05 * size_of:
+            raise UnsupportedModel(
+                f"{type(target.model).__name__}: logits of a small tree differ from those of its paths by {error:.3g} "
+                f"(largest logit {size_of:.3g}), so guesses could not be verified; its attention or its positions do "
+                "not follow the mask and position_ids it is given"
+            )
 
 
 def layer_types(config: Any) -> list[str]:

@@ -15,7 +15,7 @@ class Detokenizer:
     The pieces joined are the text of all ids. A piece never ends inside a character: the last tokens are held back
     while they may still grow into one, which at most `LONGEST` - 1 tokens can; bytes that are no character at all come
     out as U+FFFD then. The work per token does not grow with the text, because only the last few ids are decoded, with
-    one settled piece before them, since some tokenizers write a word differently at the beginning of a text.
+    some settled ones before them, since some tokenizers write a word differently at the beginning of a text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True) -> None:
@@ -43,8 +43,11 @@ class Detokenizer:
 
     def _settle(self, count: int, text: str) -> str:
         if count:
-            self._before = self._open[max(0, count - LONGEST) : count]
-            self._before_text = self._decode(self._before)
+            before = [*self._before, *self._open[:count]][-LONGEST:]
+            before_text = self._decode(before)
+            # Skipped special tokens alone would look like the beginning of a text.
+            if before_text or not self._before_text:
+                self._before, self._before_text = before, before_text
             self._open = self._open[count:]
         return text
 

@@ -215,7 +215,7 @@ def _answer(arch: str, limit: int, prompt: tuple[int, ...], max_new: int, settin
 
 
 def answer(prompt: Sequence[int], max_new: int, arch: str = "llama", limit: int = 256, **settings: Any) -> Answer:
-    """`reference` of a shared model, remembered between tests. Settings are those of `SamplingParams`, greedy if none."""
+    """`reference` of a shared model, remembered between tests; greedy unless settings of `SamplingParams` say otherwise."""
     settings = {"temperature": 0.0, **settings}
     frozen = tuple(sorted((k, tuple(v.items()) if isinstance(v, dict) else v) for k, v in settings.items()))
     return _answer(arch, limit, tuple(prompt), max_new, frozen)

@@ -1,5 +1,6 @@
 """Prompt lookup against a search of the whole text, and what it costs counted in look-ups."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ def proposed(drafter: Ngram, ids: Sequence[int], count: int, pieces: Sequence[in
     tokens = list(ids[:-1])
     cuts = [0, *sorted({min(p, len(tokens)) for p in pieces}), len(tokens)]
     text = drafter.begin(Step(tokens[: cuts[1]], tokens[1 : cuts[1] + 1]))
-    for begin, end in zip(cuts[1:], cuts[2:]):
+    for begin, end in itertools.pairwise(cuts[1:]):
         drafter.observe([text], [Step(tokens[begin:end], list(ids[begin + 1 : end + 1]))])
     return drafter.lookup(text, ids[-1], count)
 

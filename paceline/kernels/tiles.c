@@ -59,17 +59,25 @@ static inline __attribute__((always_inline)) void transpose(__m512i r[16]) {
     }
 }
 
-/* The framework keeps a tile configuration of its own per thread and believes that it stays: ours is put in around a
- * call and theirs put back. */
-static void open_tiles(tile_config *theirs) {
+/* What a thread had before a call. The framework keeps a tile configuration of its own per thread and believes that it
+ * stays; and weights of far-away keys would be denormal numbers, a hundred times slower than the zeros they stand for. */
+typedef struct {
+    tile_config tiles __attribute__((aligned(64)));
+    unsigned float_mode;
+} thread_state;
+
+static void enter(thread_state *before) {
     tile_config mine __attribute__((aligned(64))) = {.palette = 1};
     for (int i = 0; i < 8; i++) mine.bytes_per_row[i] = 64, mine.rows[i] = 16;
-    _tile_storeconfig(theirs);
+    _tile_storeconfig(&before->tiles);
     _tile_loadconfig(&mine);
+    before->float_mode = _mm_getcsr();
+    _mm_setcsr(before->float_mode | 0x8040); /* denormal results and inputs are zero */
 }
 
-static void close_tiles(const tile_config *theirs) {
-    if (theirs->palette) _tile_loadconfig(theirs);
+static void leave(const thread_state *before) {
+    _mm_setcsr(before->float_mode);
+    if (before->tiles.palette) _tile_loadconfig(&before->tiles);
     else _tile_release();
 }
 
@@ -181,8 +189,8 @@ int paceline_linear(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, lon
     if (!shared) return -1;
 #pragma omp parallel
     {
-        tile_config theirs __attribute__((aligned(64)));
-        open_tiles(&theirs);
+        thread_state before;
+        enter(&before);
         long blocks = (out + 31) / 32, threads = omp_get_num_threads(), me = omp_get_thread_num();
         for (long begin = 0; begin < rows; begin += CHUNK) {
             long count = rows - begin < CHUNK ? rows - begin : CHUNK;
@@ -193,7 +201,7 @@ int paceline_linear(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, lon
             for (long b = blocks * me / threads; b < blocks * (me + 1) / threads; b++)
                 outputs(w, bias, shared, y + begin * out, out, in, count, b * 32);
         }
-        close_tiles(&theirs);
+        leave(&before);
     }
     return 0;
 }
@@ -429,8 +437,8 @@ int paceline_attention(const attention *t) {
         if (size > ROWS_MOST) size = ROWS_MOST;
         parts = (rows + size - 1) / size;
         char *memory = scratch(size * t->dim * 6 + KEYS * t->dim * 2 + 2 * KEYS * 16 * 6 + size * 8 + 64);
-        tile_config theirs __attribute__((aligned(64)));
-        open_tiles(&theirs);
+        thread_state before;
+        enter(&before);
         failed = !memory;
         if (memory) {
 #pragma omp for schedule(dynamic) nowait
@@ -439,7 +447,7 @@ int paceline_attention(const attention *t) {
                 attend(t, head / t->kv_heads, head % t->kv_heads, first, last, memory);
             }
         }
-        close_tiles(&theirs);
+        leave(&before);
     }
     return failed ? -1 : 0;
 }
