@@ -2,8 +2,8 @@
 
     PacelineError
     ├── BadRequest (also ValueError)      a setting, a prompt or a key that cannot be honoured
-    ├── ModelNotFound                     a name that is no folder, no file, no known model, or a hub that does not answer
-    ├── CorruptWeights                    bytes that are not what they should be: wrong hash, cut file, unreadable header
+    ├── ModelNotFound                     no such folder, file, named model or hub id, or a hub that does not answer
+    ├── CorruptWeights                    bytes that are not what they should be: wrong hash, cut file, bad header
     ├── UnsupportedModel                  a model class, a cache or an attention kernel that cannot verify a tree
     ├── IncompatibleDrafter               vocabulary or width of the drafter does not fit the target
     ├── CacheFull                         the context is used up, or memory for the key/value cache is

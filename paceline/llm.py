@@ -1,7 +1,9 @@
 """The object most users hold: a model, its tokenizer, and text from it."""
 
 import os
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
@@ -54,9 +56,7 @@ class LLM:
         threads: int | None = None,
     ) -> None:
         self._config = SpeculativeConfig.read(speculative_config)
-        for name, value in (("max_model_len", max_model_len), ("max_num_seqs", max_num_seqs), ("threads", threads)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise BadRequest(f"{name}={value!r} was given; a whole number from 1 up is needed")
+        _check_limits(max_model_len=max_model_len, max_num_seqs=max_num_seqs, threads=threads)
         torch.set_num_threads(threads or threads_available())
         self.source: Source = resolve(model, progress=True)
         logging.disable_progress_bar()
@@ -76,6 +76,7 @@ class LLM:
         """An LLM around a model and a tokenizer already loaded; the model is changed in place and belongs to it."""
         self = cls.__new__(cls)
         self._config = SpeculativeConfig.read(speculative_config)
+        _check_limits(max_model_len=max_model_len, max_num_seqs=max_num_seqs)
         self.source = Source(type(model).__name__, Path(model.name_or_path or "."), "object", "given as an object")
         self.tokenizer = tokenizer
         self._own(model, max_model_len, max_num_seqs)
@@ -161,6 +162,8 @@ class LLM:
         config = self._config if speculative_config is AUTO else SpeculativeConfig.read(speculative_config)
         drafter = self._drafter(config)
         chosen = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        if not all(isinstance(one, SamplingParams) for one in chosen):
+            raise BadRequest(f"params are {reprlib.repr(params)}; SamplingParams, or a list of them, is needed")
         if len(chosen) != len(prompts):
             raise BadRequest(f"{len(chosen)} SamplingParams for {len(prompts)} prompts; give one, or one per prompt")
         return [
@@ -180,10 +183,15 @@ class LLM:
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise BadRequest(f"the prompt {reprlib.repr(prompt)} is no text: {error.reason}") from error
             return list(self.tokenizer(prompt).input_ids) if prompt else []
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
-            raise BadRequest(f"a prompt is {prompt!r}; text or a list of token ids is needed")
-        return list(prompt)
+        listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
+        if not listed or not all(isinstance(i, Integral) and not isinstance(i, bool) for i in prompt):
+            raise BadRequest(f"a prompt is {reprlib.repr(prompt)}; text or a list of token ids is needed")
+        return [int(i) for i in prompt]
 
     def _output(self, request: Request, text: str | None = None) -> RequestOutput:
         if text is None:
@@ -248,9 +256,21 @@ class Stream(Iterator[Piece]):
         self.close()
 
 
+def _check_limits(**limits: object) -> None:
+    for name, value in limits.items():
+        if value is None and name != "max_num_seqs":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise BadRequest(f"{name}={value!r} was given; a whole number from 1 up is needed")
+
+
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Prompts as a list: one text, or one list of ids, is a list of one."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if not isinstance(prompts, Sequence):
+        raise BadRequest(
+            f"prompts are {reprlib.repr(prompts)}; text, a list of token ids, or a list of either is needed"
+        )
+    if isinstance(prompts, str | bytes) or (prompts and isinstance(prompts[0], Integral)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

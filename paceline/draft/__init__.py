@@ -64,6 +64,8 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, Drafter):
+            if not isinstance(self.method, str):
+                raise BadRequest(f"method is {self.method!r}; choose from {METHODS}, or give a Drafter")
             if self.method in LATER_METHODS:
                 raise BadRequest(f"method {self.method!r} is not available in this version; choose from {METHODS}")
             if self.method not in METHODS:
