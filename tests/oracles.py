@@ -20,6 +20,7 @@ from transformers.generation import logits_process
 from paceline.cache import KVCache
 from paceline.decode import Request, prefill, run, step
 from paceline.draft.base import Drafter, NoDraft
+from paceline.kernels import Kernel
 from paceline.sampling import Draws, SamplingParams
 from paceline.target import HFTarget, Seen
 from paceline.testing import ScriptedTree
@@ -215,7 +216,7 @@ def _answer(arch: str, limit: int, prompt: tuple[int, ...], max_new: int, settin
 
 
 def answer(prompt: Sequence[int], max_new: int, arch: str = "llama", limit: int = 256, **settings: Any) -> Answer:
-    """`reference` of a shared model, remembered between tests; greedy unless settings of `SamplingParams` say otherwise."""
+    """`reference` of a shared model, remembered between tests; settings are those of `SamplingParams`, else greedy."""
     settings = {"temperature": 0.0, **settings}
     frozen = tuple(sorted((k, tuple(v.items()) if isinstance(v, dict) else v) for k, v in settings.items()))
     return _answer(arch, limit, tuple(prompt), max_new, frozen)
@@ -355,6 +356,42 @@ class Spy:
 
     def unembed(self, hidden: Tensor) -> Tensor:
         return self.target.unembed(hidden)
+
+
+class Table:
+    """A target whose next-token law depends on the last token alone: logits = log P[last]."""
+
+    def __init__(self, probs: Sequence[Sequence[float]], limit: int = 10_000) -> None:
+        self.logits = torch.tensor(probs, dtype=torch.float64).log()
+        self.vocab_size = self.logits.shape[1]
+        self.hidden_size, self.max_positions, self.kernel = 0, limit, Kernel("plain")
+        self.given: list[tuple[Tensor, Tensor]] = []
+        """The logits handed out, and copies of them: what reads them must not change them."""
+
+    def new_cache(self, rows: int, size: int) -> KVCache:
+        return KVCache(rows, self.max_positions)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        offsets: Tensor,
+        mask: Tensor | None,
+        cache: KVCache,
+        taps: Sequence[int] = (),
+        *,
+        logits: bool = True,
+    ) -> Seen:
+        cache.start(offsets)
+        cache.finish()
+        found = self.logits[tokens]
+        self.given.append((found, found.clone()))
+        return Seen(found, None)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        raise NotImplementedError
 
 
 def requests(

@@ -280,7 +280,7 @@ def test_a_row_of_nan_reaches_no_other_row(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", oracles.ARCHS)
 def test_kept_keys_and_values_are_those_of_plain_decoding(arch: str) -> None:
-    """Rows of a batch, through trees of right, wrong and repeated nodes: what one row alone leaves, tensor by tensor."""
+    """Rows of a batch, through trees of right, wrong and repeated nodes: tensor by tensor what a lone row leaves."""
     prompts = [prompt_of(length) for length in (2, 13, 5)]
     known = Known(prompts, [answer(prompt, 30, arch) for prompt in prompts])
     target = oracles.target(arch)

@@ -171,7 +171,7 @@ def test_greedy_with_edited_logits(name: str, drafter: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["unbiased", "ngram"])
-def test_a_banned_token_never_appears(drafter: str) -> None:
+def test_vllm_42744_a_banned_token_never_appears(drafter: str) -> None:
     prompt = prompt_of(17)
     free = known([prompt], 30)
     banned = max(set(free.answers[0].ids[:20]), key=free.answers[0].ids[:20].count)

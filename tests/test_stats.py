@@ -5,7 +5,8 @@ from typing import Any
 
 import oracles
 import pytest
-from oracles import VOCAB, Known, answer, decode, prompt_of
+import torch
+from oracles import Known, answer, decode, prompt_of
 
 from paceline.decode import Request, prefill, step
 from paceline.draft.ngram import Ngram
@@ -93,8 +94,6 @@ def test_trees_count_their_nodes() -> None:
 
     def script(ids: list[int]) -> TokenTree:
         coming = k.coming(ids)
-        import torch
-
         tokens = [ids[-1], coming.worst[0], coming.ids[0], coming.worst[1], coming.ids[1]]
         return TokenTree(torch.tensor(tokens), torch.tensor([-1, 0, 0, 2, 2]))
 
@@ -116,13 +115,10 @@ def test_no_draft_has_no_rate() -> None:
 
 
 def test_vllm_16258_useless_drafts_cost_no_extra_pass_and_show() -> None:
-    """256 tokens of which none was guessed: at most one target pass each, and figures that say so."""
+    """200 tokens of which none was guessed: at most one target pass each, and figures that say so."""
     k = Known([[1]], [answer([1], 200)])
-    for drafter in (k.anti(4), Ngram()):
-        (row,) = decode(oracles.target(), [[1]], drafter, depth=4, max_tokens=200)
-        assert row.stats.num_target_passes <= 200
-        assert row.stats.num_target_passes + row.stats.num_accepted_tokens == 200
     (row,) = decode(oracles.target(), [[1]], k.anti(4), depth=4, max_tokens=200)
+    assert len(row.output_ids) == row.stats.num_target_passes == 200
     assert row.stats.draft_acceptance_rate == 0.0
     assert row.stats.mean_acceptance_length == 1.0
     assert row.stats.acceptance_per_position == [0.0] * 4
@@ -137,7 +133,7 @@ def test_rates_stay_between_none_and_all() -> None:
             stats = row.stats
             emitted = len(row.output_ids)
             assert stats.num_accepted_tokens + stats.num_target_passes == emitted == 25
-            assert stats.mean_acceptance_length == emitted / stats.num_target_passes
+            assert stats.mean_acceptance_length == pytest.approx(emitted / stats.num_target_passes)
             assert sum(stats.acceptance_histogram) == stats.num_target_passes
             assert sum(a * n for a, n in enumerate(stats.acceptance_histogram)) == stats.num_accepted_tokens
             assert stats.draft_acceptance_rate is None or 0 <= stats.draft_acceptance_rate <= 1
@@ -166,4 +162,3 @@ def test_figures_as_data() -> None:
     assert found["acceptance_per_position"] == [1.0, 1.0, 0.0]
     assert found["acceptance_per_position_conditional"] == [1.0, 1.0, 0.0]
     assert found["mean_acceptance_length"] == 2.0
-    assert all(0 <= token < VOCAB for token in PROMPT)

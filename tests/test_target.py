@@ -11,6 +11,7 @@ import transformers
 from oracles import ARCHS, VOCAB, assert_close, float64_softmax, logits_of, prompt_of
 from torch import Tensor
 
+import paceline.target
 from paceline.cache import KVCache
 from paceline.errors import UnsupportedModel
 from paceline.target import HFTarget
@@ -347,3 +348,37 @@ def test_attention_kernels_without_a_mask_are_refused(implementation: str) -> No
     model.config._attn_implementation = implementation  # as a checkpoint loaded with it says
     with pytest.raises(UnsupportedModel, match=f"{implementation}.*load it with 'sdpa'"):
         HFTarget(model)
+
+
+# -- the trial of model types that no test knows -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_trial_trusts_what_reads_trees_right(
+    arch: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding of bfloat16 is no reason to refuse a model."""
+    monkeypatch.setattr(paceline.target, "TESTED", set())
+    HFTarget(oracles.tiny(arch, dtype=dtype))
+
+
+@pytest.mark.parametrize("fault", ["siblings see each other", "positions count slots", "the prefix is hidden"])
+def test_the_trial_refuses_what_does_not(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = paceline.target.visible_slots
+
+    def wrong(lengths: Tensor, offsets: Tensor, mask: Tensor | None, cache: KVCache) -> Tensor:
+        seen = right(lengths, offsets, None if fault == "siblings see each other" else mask, cache)
+        if fault == "the prefix is hidden" and mask is not None:
+            seen[:, :, :3] = False
+        return seen
+
+    class Counting(HFTarget):
+        def forward(self, tokens: Tensor, offsets: Tensor, *args: Any, **kwargs: Any) -> Any:
+            where = torch.arange(offsets.shape[1])[None] if fault == "positions count slots" else offsets
+            return super().forward(tokens, where, *args, **kwargs)
+
+    monkeypatch.setattr(paceline.target, "TESTED", set())
+    monkeypatch.setattr(paceline.target, "visible_slots", wrong)
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM: logits of a small tree differ"):
+        Counting(oracles.tiny("llama"))
