@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from paceline.decode import Request, run
 from paceline.draft import SpeculativeConfig
@@ -59,7 +58,6 @@ class LLM:
         _check_limits(max_model_len=max_model_len, max_num_seqs=max_num_seqs, threads=threads)
         torch.set_num_threads(threads or threads_available())
         self.source: Source = resolve(model, progress=True)
-        logging.disable_progress_bar()
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(self.source)
         self._own(load_model(self.source, dtype=dtype, device=device), max_model_len, max_num_seqs)
 

@@ -236,6 +236,14 @@ def attention(
     kv_heads = key.shape[1]
     group = heads // kv_heads
     if attention_mask.dtype == torch.int16:
+        # The compiled kernel trusts its pointers, so what it was prepared for is checked, layer by layer.
+        row_tiles = -(-group * width // native.ROWS)
+        same = {t.dtype for t in (query, key, value)} == {torch.bfloat16} and key.shape == value.shape
+        if not same or not native.fits_heads(size) or attention_mask.shape[2] != row_tiles:
+            raise UnsupportedModel(
+                f"{type(module).__name__} has heads unlike what its config says (queries {list(query.shape)} "
+                f"{query.dtype}, values {list(value.shape)} {value.dtype}); load the model with dtype='float32'"
+            )
         scale = size**-0.5 if scaling is None else scaling
         return native.tiles().attention(query, key, value, attention_mask, scale), None
     if folds(width):
