@@ -181,7 +181,6 @@ def load(model: str, config: dict[str, Any], choices: dict[str, Any], debug: boo
     if not debug:
         quiet: Any = transformers.logging
         quiet.set_verbosity_error()
-        quiet.disable_progress_bar()
     if config:
         choices = {"speculative_config": config} | choices
     llm: Engine = LLM(model, **choices)

@@ -85,20 +85,23 @@ def test_plain_decoding_is_the_reference(arch: str, settings: dict[str, Any]) ->
     assert texts(decode(oracles.target(arch), prompts[1:], max_tokens=12, **settings)) == expected(k, 12)[1:]
 
 
-SWEEP = [("greedy", K) for K in range(1, 9)] + [("sampled", K) for K in (1, 3, 8)]
+SWEEP = [
+    *itertools.product(("oracle", "mix", "wild", "wide"), ("greedy",), range(1, 9)),
+    *itertools.product(("anti", "script", "ngram"), ("greedy",), (1, 2, 5, 8)),
+    *itertools.product(DRAFTERS, ("sampled",), (1, 3, 8)),
+]
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize(("mode", "K"), SWEEP)
+@pytest.mark.parametrize(("drafter", "mode", "K"), SWEEP)
 def test_every_drafter_and_depth_gives_the_same_text(drafter: str, mode: str, K: int) -> None:
     settings: dict[str, Any] = SAMPLED if mode == "sampled" else {}
     k = known(PROMPTS, 24, **settings)
-    rows = decode(oracles.target(), PROMPTS, DRAFTERS[drafter](k, K), depth=K, budget=23, max_tokens=15, **settings)
-    assert texts(rows) == expected(k, 15)
+    rows = decode(oracles.target(), PROMPTS, DRAFTERS[drafter](k, K), depth=K, budget=23, max_tokens=13, **settings)
+    assert texts(rows) == expected(k, 13)
     accepted = [row.stats.num_accepted_tokens for row in rows]
     if drafter in ("oracle", "wide"):
         # K guesses and the target's own token per pass; what is left at the end is drafted one shorter
-        assert all(row.stats.num_target_passes == -(-15 // (K + 1)) for row in rows)
+        assert all(row.stats.num_target_passes == -(-13 // (K + 1)) for row in rows)
     elif drafter in ("mix", "wild") and not (drafter == "mix" and K == 1):
         assert min(accepted) > 0
     elif drafter == "anti":
@@ -149,7 +152,7 @@ def test_random_trees(seed: int) -> None:
 )
 def test_settings_alone_and_in_pairs(names: tuple[str, ...]) -> None:
     settings = {"temperature": 1.0, "seed": 7, **{name: SETTINGS[name] for name in names}}
-    prompts = [prompt_of(2), prompt_of(17)]
+    prompts = [prompt_of(2), prompt_of(17)][-3 + len(names) :]
     k = known(prompts, 20, **settings)
     for drafter in ("none", "mix", "wild") if len(names) == 1 else ("wild",):
         drafts = DRAFTERS[drafter](k, 5) if drafter != "none" else None
@@ -201,23 +204,23 @@ def test_a_huge_presence_penalty_lets_nothing_repeat() -> None:
 def test_every_architecture(arch: str, settings: dict[str, Any], drafter: str) -> None:
     prompts = [prompt_of(2), prompt_of(23)]
     k = known(prompts, 30, arch, **settings)
-    rows = decode(oracles.target(arch), prompts, DRAFTERS[drafter](k, 5), depth=5, max_tokens=20, **settings)
-    assert texts(rows) == expected(k, 20)
+    rows = decode(oracles.target(arch), prompts, DRAFTERS[drafter](k, 5), depth=5, max_tokens=14, **settings)
+    assert texts(rows) == expected(k, 14)
     assert min(row.stats.num_accepted_tokens for row in rows) > 0
 
 
 @pytest.mark.parametrize("arch", ["mistral", "gemma3"])
-@pytest.mark.parametrize("length", [1, 3, 4, 5, 6, 7, 12, 40])
+@pytest.mark.parametrize("length", [1, 3, 5, 6, 7, 40])
 def test_mlxlm_1914_rollback_across_the_windows_edge(arch: str, length: int) -> None:
     """Blocks longer than the window, rejected at every place, on both sides of the window's first full turn."""
     prompts = [prompt_of(length)]
-    k = known(prompts, 40, arch)
+    k = known(prompts, 30, arch)
     for drafter in (k.accepting([0, 3, 8, 1, 5], 8), k.wild(8, 20, length), k.anti(8)):
-        request = oracles.requests(oracles.target(arch), prompts, drafter, max_tokens=30)[0]
+        request = oracles.requests(oracles.target(arch), prompts, drafter, max_tokens=18)[0]
         for cache in walk(oracles.target(arch), request):
             assert cache.lengths == [len(request.ids) - 1]
             assert all(k.shape[0] == v.shape[0] == 1 for k, v in cache._kv)
-        assert request.output_ids == k.answers[0].ids[:30]
+        assert request.output_ids == k.answers[0].ids[:18]
 
 
 def test_prompts_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1143,7 +1143,7 @@ def test_models_that_transformers_cannot_build(change: dict[str, Any], tiny_mode
 def test_loading_is_quiet_and_keeps_the_users_setting(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers.utils import logging
 
-    assert logging.is_progress_bar_enabled()
+    logging.enable_progress_bar()  # whatever a test before has left
     models.load_model(tiny_model)
     assert logging.is_progress_bar_enabled()
     assert capsys.readouterr().err == ""

@@ -50,13 +50,13 @@ def committed(target: HFTarget, prompts: Sequence[Sequence[int]]) -> KVCache:
     return KVCache.join(caches)
 
 
-def assert_paths(arch: str, prompts: Sequence[Sequence[int]], trees: Sequence[TokenTree], seed: int = 0) -> None:
-    """Every node's logits are those of the plain model at the end of prompt + path."""
-    target, model = oracles.target(arch, seed), oracles.plain(arch, seed)
+def assert_paths(arch: str, prompts: Sequence[Sequence[int]], trees: Sequence[TokenTree], stride: int = 1) -> None:
+    """Every node's (every `stride`-th node's) logits are those of the plain model at the end of prompt + path."""
+    target, model = oracles.target(arch), oracles.plain(arch)
     stacked = stack(list(trees))
     seen = target.forward(stacked.tokens, stacked.offsets, stacked.mask, committed(target, prompts))
     for row, (prompt, tree) in enumerate(zip(prompts, trees, strict=True)):
-        for node in range(tree.num_nodes):
+        for node in range(0, tree.num_nodes, stride):
             path = [tree.ids[n] for n in tree.path(node)]
             assert_close(seen.logits[row, stacked.slots[row][node]], logits_of(model, [*prompt, *path])[-1])
 
@@ -92,7 +92,7 @@ def test_ragged_rows(arch: str) -> None:
 @pytest.mark.parametrize("rows", [1, 2])
 def test_wide_trees(arch: str, num_nodes: int, rows: int) -> None:
     prompts = [prompt_of(5 + 4 * row, row) for row in range(rows)]
-    assert_paths(arch, prompts, [a_tree(random_parents(num_nodes - row, row), row) for row in range(rows)])
+    assert_paths(arch, prompts, [a_tree(random_parents(num_nodes - row, row), row) for row in range(rows)], stride=4)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

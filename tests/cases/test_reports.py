@@ -65,10 +65,10 @@ def test_mlxlm_1470_exact_ties(drafter: str) -> None:
 def test_openvino_2331(rule: str) -> None:
     """A looked-up token is no draw: it is kept as often as the target says it, here a quarter of the time."""
     table = Table([[0.25] * 4] * 4)
-    (row,) = decode(table, [[0]], ScriptedTree(lambda ids: [[2]]), rule=rule, temperature=1.0, seed=5, max_tokens=600)
-    shares = torch.bincount(torch.tensor(row.output_ids), minlength=4) / 600
-    assert float((shares - 0.25).abs().max()) < 0.09  # five standard deviations; always kept would be 1 for id 2
-    assert abs((row.stats.draft_acceptance_rate or 0) - 0.25) < 0.09
+    (row,) = decode(table, [[0]], ScriptedTree(lambda ids: [[2]]), rule=rule, temperature=1.0, seed=5, max_tokens=400)
+    shares = torch.bincount(torch.tensor(row.output_ids), minlength=4) / 400
+    assert float((shares - 0.25).abs().max()) < 0.11  # five standard deviations; always kept would be 1 for id 2
+    assert abs((row.stats.draft_acceptance_rate or 0) - 0.25) < 0.11
     assert all(torch.equal(logits, before) for logits, before in table.given)
 
 
