@@ -6,7 +6,7 @@ DEMO_MODEL ?= qwen2.5-coder-1.5b-instruct-q4_k_m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast check format clean
+.PHONY: help demo test test-fast check docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,12 +26,15 @@ check: $(STAMP) ## format, lint, types, import directions, public names
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
+docs: $(STAMP) ## the documentation, checked strictly, into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 format: $(STAMP) ## format the code and apply the safe lint fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean: ## remove .venv, caches and build output (fetched weights stay)
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last, so an install that was interrupted is taken up again by the next make. A .venv without a

@@ -149,6 +149,49 @@ class KVCache(Cache):
         self.rows = len(self.lengths)
         self.offsets = self.offsets[index]
 
+    @torch.inference_mode()
+    def put(self, row: int, other: "KVCache") -> None:
+        """Give a row's place to the only row of another cache; what it held is gone.
+
+        Args:
+            row: whose sequence has ended.
+            other: a cache of one row, nothing staged.
+        """
+        self.unstage()
+        length = other.lengths[0]
+        if length > self.capacity:
+            self._grow(length)
+        if not self._kv:
+            self._kv = [(self._zeros(k), self._zeros(v)) for k, v in other._kv]
+        for mine, new in zip(self._kv, other._kv, strict=False):  # a row of length 0 may have no buffers yet
+            for buffer, values in zip(mine, new, strict=True):
+                buffer[row, :, :length] = values[0, :, :length]
+        self.lengths[row] = length
+
+    def row_bytes(self, length: int) -> int:
+        """Bytes of the keys and values of `length` positions of one row."""
+        return sum(t[0, :, 0].nbytes for pair in self._kv for t in pair) * length
+
+    def copy_row(self, row: int, length: int) -> list[tuple[Tensor, Tensor]]:
+        """The keys and values of a row's first positions, per layer [1, heads, length, head_dim], as copies."""
+        return [(k[row : row + 1, :, :length].clone(), v[row : row + 1, :, :length].clone()) for k, v in self._kv]
+
+    def load(self, kv: Sequence[tuple[Tensor, Tensor]], length: int) -> None:
+        """Begin an empty cache of one row with the first `length` positions of what `copy_row` gave."""
+        if length > self.capacity:
+            self._grow(length)
+        self._kv = [(self._zeros(k), self._zeros(v)) for k, v in kv]
+        for mine, known in zip(self._kv, kv, strict=True):
+            for buffer, values in zip(mine, known, strict=True):
+                buffer[:, :, :length] = values[:, :, :length]
+        self.lengths = [length]
+
+    def fit(self) -> None:
+        """Give back what a longer row had needed: at most twice the room that the present rows use, and `GROWTH`."""
+        needed = _up(max(self.lengths, default=0) + self.staged + 1, GROWTH)
+        if self.capacity > 2 * needed + GROWTH:
+            self._resize(needed)
+
     @classmethod
     def join(cls, caches: Sequence["KVCache"]) -> "KVCache":
         """One cache with the rows of all, in order; the parts give up their buffers one layer at a time.
@@ -191,7 +234,8 @@ class KVCache(Cache):
             grown = []
             for old in (k, v):
                 new = self._zeros(old)
-                new[:, :, : old.shape[2]] = old
+                size = min(capacity, old.shape[2])
+                new[:, :, :size] = old[:, :, :size]
                 grown.append(new)
             self._kv[layer] = (grown[0], grown[1])
 

@@ -86,13 +86,22 @@ def reachable(
 
 
 def judge(
-    model: PreTrainedModel, prompt: Sequence[int], expected: Sequence[int], got: Sequence[int], params: SamplingParams
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    expected: Sequence[int],
+    got: Sequence[int],
+    params: SamplingParams,
+    *,
+    ends: frozenset[int] = frozenset(),
+    encode: Callable[[str], list[list[int]]] | None = None,
 ) -> Difference | None:
     """The first difference of two outputs of one request and what it is; None when they are equal.
 
     Args:
         model: the target as `transformers` loads it, unmodified.
         params: with the seed that both runs had, unless greedy.
+        ends: ids that end the text, for `min_tokens`.
+        encode: reads the words of `bad_words`.
     """
     if list(expected) == list(got):
         return None
@@ -103,7 +112,8 @@ def judge(
         ids = [text[index] if index < len(text) else -1 for text in (expected, got)]
         return Difference(index, ids[0], ids[1], float("nan"), float("nan"), 0.0, False)
     logits, size = floor(model, [*prompt, *expected[:index]])
-    sampler = Sampler(params, logits.shape[0], prompt, None if params.seed is None else Draws(params.seed))
+    draws = None if params.seed is None else Draws(params.seed)
+    sampler = Sampler(params, logits.shape[0], prompt, draws, ends=ends, encode=encode)
     sampler.extend(expected[:index])
     a, b, position = expected[index], got[index], len(prompt) + index
     near = all(reachable(logits, size, token, sampler, (), position) for token in (a, b))

@@ -1,9 +1,10 @@
-"""The command line: ``paceline pull``, ``generate`` and ``bench``.
+"""The command line: ``paceline pull``, ``generate``, ``chat`` and ``bench``.
 
 Everything heavy is imported inside the commands, so that ``paceline --help`` answers at once.
 """
 
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -19,8 +20,23 @@ from paceline.bench.measure import Engine, forward_in_use
 from paceline.bench.prompts import Prompt
 from paceline.bench.records import Settings
 from paceline.errors import BadRequest, IncompatibleDrafter, ModelNotFound, PacelineError, UnsupportedModel
-from paceline.options import LOAD, Debug, Model, given, listed, speculation
-from paceline.output import RequestOutput
+from paceline.options import (
+    BATCH,
+    LOAD,
+    ONE_TEXT,
+    REUSE,
+    SAMPLING,
+    SETTINGS,
+    SPECULATION,
+    Debug,
+    FromModel,
+    Model,
+    given,
+    listed,
+    speculation,
+    takes,
+)
+from paceline.output import Logprob, RequestOutput
 
 DONE, FAILED, WRONG_USE = 0, 1, 2
 Request = str | list[int]
@@ -107,68 +123,94 @@ def pull(
 
 
 @app.command()
+@takes(SAMPLING, SPECULATION, LOAD, BATCH, REUSE)
 def generate(
     model: Model,
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="text, @FILE, or - for standard input")],
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="text, @FILE, or - for standard input", show_default=False)
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="FILE.jsonl, objects with prompt or messages, or FILE.txt, a text a line", show_default=False
+        ),
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="send the prompt through the chat template")] = False,
     show: Annotated[bool, typer.Option("--show", help="colour what was guessed, then print the step table")] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="first without speculation, then with; implies --show")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    presence_penalty: options.PresencePenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    logit_bias: options.LogitBias = None,
-    stop_token_ids: options.StopTokenIds = None,
-    max_tokens: options.MaxTokens = None,
-    seed: options.Seed = None,
-    method: options.MethodName = None,
-    num_speculative_tokens: options.NumSpeculativeTokens = None,
-    num_draft_tokens: options.NumDraftTokens = None,
-    prompt_lookup_max: options.PromptLookupMax = None,
-    prompt_lookup_min: options.PromptLookupMin = None,
-    rejection_sample_method: options.RejectionSampleMethod = None,
-    speculative_config: options.SpeculativeConfig = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    max_model_len: options.MaxModelLen = None,
-    threads: options.Threads = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object per prompt and nothing else")] = False,
+    from_model: FromModel = False,
     debug: Debug = False,
+    **asked: Any,
 ) -> None:
     """Write on from PROMPT and stream the text."""
-    asked = locals()  # the options by name
-    if as_json and (show or compare):
-        raise BadRequest("--json prints one object and nothing else; leave out --show and --compare")
-    values, config, text = options.sampling_values(asked), speculation(asked), prompt_text(prompt)
+    values, config = options.sampling_values(asked), speculation(asked)
+    check_generate(prompt, prompts, show or compare, as_json, values)
+    text = "" if prompt is None else options.prompt_text(prompt)
+    rows = options.prompts_in(prompts) if prompts else []
+    choices = given(asked, [*LOAD, *BATCH, *REUSE])
     if compare:
-        config = {"method": "ngram"} | config
+        config = {"method": "draft_model" if "model" in config else "ngram"} | config
+        choices["reuse_prefix"] = False  # both runs read the prompt
         if config["method"] == "none":
             raise BadRequest("--compare holds a method against plain decoding; give one, such as --method ngram")
     from paceline.sampling import SamplingParams
 
     params = SamplingParams(**values)
-    llm = load(model, config, given(asked, LOAD), debug)
+    llm = load(model, config, choices, debug)
+    if from_model:
+        params = SamplingParams.from_model(llm, **values)
+        if (show or compare) and params.n > 1:
+            raise BadRequest(f"the model's own settings ask for {params.n} texts; --show and --compare need -n 1")
+    if prompts:
+        raise typer.Exit(answer_file(llm, rows, params, chat, as_json))
     request = llm.chat_ids([{"role": "user", "content": text.strip()}]) if chat else text
-    run = print_json if as_json else compare_runs if compare else show_run if show else stream_text
-    raise typer.Exit(run(llm, request, params, config))
+    shown = compare_runs if compare else show_run if show else print_samples if params.n > 1 else stream_text
+    raise typer.Exit((print_json if as_json else shown)(llm, request, params, config))
 
 
-def prompt_text(prompt: str) -> str:
-    """The prompt itself, what ``@file`` holds, or standard input for ``-``."""
-    if prompt == "-":
-        return sys.stdin.read()
-    if not prompt.startswith("@"):
-        return prompt
-    try:
-        return Path(prompt[1:]).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise BadRequest(f"cannot read the prompt file {prompt[1:]!r}: {reason}") from None
+def check_generate(
+    prompt: str | None, prompts: Path | None, shown: bool, as_json: bool, values: dict[str, Any]
+) -> None:
+    """Refuse options of ``generate`` that do not go together, before anything is loaded."""
+    if prompt is None and prompts is None:
+        raise BadRequest("Missing argument 'PROMPT'; see paceline generate --help (--prompts FILE takes many)")
+    if prompt is not None and prompts is not None:
+        raise BadRequest("PROMPT and --prompts were both given; leave one out")
+    if as_json and shown:
+        raise BadRequest("--json prints one object and nothing else; leave out --show and --compare")
+    if shown and (prompts is not None or values.get("n", 1) != 1):
+        raise BadRequest("--show and --compare follow one text; leave out --prompts and -n")
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in values and not as_json:
+            raise BadRequest(f"--{name.replace('_', '-')} is printed as JSON only; add --json")
+
+
+@app.command()
+@takes(ONE_TEXT, SPECULATION, LOAD, REUSE)
+def chat(
+    model: Model,
+    system: Annotated[
+        str, typer.Option(metavar="TEXT", help="what the model is told first: text or @FILE", show_default=False)
+    ] = "",
+    from_model: FromModel = False,
+    debug: Debug = False,
+    **asked: Any,
+) -> None:
+    """Talk with MODEL in the terminal; /help there lists the commands.
+
+    Lines that are piped in are answered one after the other; standard output then carries the answers alone.
+    """
+    values, config = options.sampling_values(asked), speculation(asked)
+    from paceline.chat import Chat
+    from paceline.sampling import SamplingParams
+
+    SamplingParams(**values)
+    text = options.prompt_text(system) if system.startswith("@") else system
+    llm = load(model, config, given(asked, [*LOAD, *REUSE]), debug)
+    raise typer.Exit(Chat(llm, values, config, system=text, from_model=from_model, debug=debug).run())
 
 
 def load(model: str, config: dict[str, Any], choices: dict[str, Any], debug: bool) -> Engine:
@@ -197,10 +239,96 @@ def checked(output: RequestOutput) -> RequestOutput:
 
 def print_json(llm: Engine, request: Request, params: Any, config: dict[str, Any]) -> int:
     """Generate, and print the answer as one JSON object."""
-    out = checked(llm.generate([request], params)[0])
-    names = ("text", "token_ids", "finish_reason", "stop_reason", "usage", "seed")
-    print(json.dumps({name: getattr(out, name) for name in names} | {"stats": out.stats.to_dict()}, ensure_ascii=False))
+    out = llm.generate([request], params)[0]
+    if not out.others:
+        checked(out)
+    print(as_line(out, llm.tokenizer))
+    for sample in out.samples:
+        checked(sample)
     return DONE
+
+
+def as_line(output: RequestOutput, tokenizer: Any, **more: Any) -> str:
+    """An answer as one line of JSON, after whatever else is given."""
+    answer = more | record(output, tokenizer)
+    if output.others:
+        answer["samples"] = [record(sample, tokenizer) for sample in output.samples]
+    if output.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = [logprob_entries(position, tokenizer) for position in output.prompt_logprobs]
+    return json.dumps(answer, ensure_ascii=False)
+
+
+def record(output: RequestOutput, tokenizer: Any) -> dict[str, Any]:
+    """The public fields of one text, ready for JSON."""
+    names = ("text", "token_ids", "finish_reason", "stop_reason", "usage", "seed")
+    fields = {name: getattr(output, name) for name in names} | {"stats": output.stats.to_dict()}
+    if output.error is not None:
+        fields["error"] = output.error
+    if output.logprobs is not None:
+        fields["logprobs"] = [logprob_entries(position, tokenizer) for position in output.logprobs]
+    return fields
+
+
+def logprob_entries(position: dict[int, Logprob] | None, tokenizer: Any) -> list[dict[str, Any]] | None:
+    """One position's log-probabilities; None where nothing came before. JSON has no infinity: that is null."""
+    if position is None:
+        return None
+    return [
+        {
+            "id": token,
+            "token": tokenizer.decode([token], skip_special_tokens=False),
+            "logprob": one.logprob if math.isfinite(one.logprob) else None,
+            "rank": one.rank,
+        }
+        for token, one in position.items()
+    ]
+
+
+def answer_file(llm: Engine, rows: list[dict[str, Any]], params: Any, chat: bool, as_json: bool) -> int:
+    """Answer every prompt of a file, with a progress bar; exit 1 if any of them failed."""
+    requests = [
+        llm.chat_ids(row["messages"])
+        if "messages" in row
+        else llm.chat_ids([{"role": "user", "content": row["prompt"].strip()}])
+        if chat
+        else row["prompt"]
+        for row in rows
+    ]
+    generate: Any = llm.generate
+    outputs: list[RequestOutput] = generate(requests, params, progress=True)
+    failed = 0
+    for number, (row, out) in enumerate(zip(rows, outputs, strict=True), 1):
+        failed += any(sample.finish_reason == "error" for sample in out.samples)
+        if as_json:
+            print(as_line(out, llm.tokenizer, **{key: row[key] for key in ("id",) if key in row}))
+        else:
+            print_texts(out, f"prompt {row.get('id', number)}")
+    if failed:
+        note(f"{failed} of {len(rows)} prompts failed" + ("; each says why in its error" if as_json else ""))
+    return FAILED if failed else DONE
+
+
+def print_samples(llm: Engine, request: Request, params: Any, config: dict[str, Any]) -> int:
+    """Generate several texts for one prompt, and print each under a heading; exit 1 if one of them failed."""
+    out = llm.generate([request], params)[0]
+    print_texts(out)
+    return FAILED if any(sample.finish_reason == "error" for sample in out.samples) else DONE
+
+
+def print_texts(output: RequestOutput, title: str = "") -> None:
+    """Every sample of an answer under its heading; what went wrong goes to standard error."""
+    from rich.console import Console
+
+    from paceline.show import heading, visible
+
+    clean = visible if sys.stdout.isatty() else str
+    for i, sample in enumerate(output.samples, 1):
+        name = f"sample {i} of {len(output.samples)}" if output.others else ""
+        full = ", ".join(part for part in (title, name) if part)
+        Console(highlight=False).print(heading(full))
+        print(clean(sample.text), end="" if sample.text.endswith("\n") else "\n", flush=True)
+        if sample.finish_reason == "error":
+            note(f"{full}: {sample.error or 'it failed and did not say why'}")
 
 
 def stream_text(llm: Engine, request: Request, params: Any, config: dict[str, Any]) -> int:
@@ -244,7 +372,9 @@ def compare_runs(llm: Engine, request: Request, params: Any, config: dict[str, A
 
     console = Console(highlight=False)
     note("warming up ...")
-    llm.generate([request], replace(params, max_tokens=min(8, params.max_tokens or 8)), speculative_config=config)
+    few = min(8, params.max_tokens or 8)
+    short = replace(params, max_tokens=few, min_tokens=min(few, params.min_tokens))
+    llm.generate([request], short, speculative_config=config)
 
     def run(title: str, spec: dict[str, Any]) -> Watched:
         console.print(show.heading(title))
@@ -264,6 +394,7 @@ def compare_runs(llm: Engine, request: Request, params: Any, config: dict[str, A
 
 
 @bench_app.command("run", hidden=True)
+@takes(SETTINGS, LOAD)
 def bench(
     model: Model,
     methods: Annotated[str, typer.Option(help="with commas; none is always measured")] = "none,ngram",
@@ -279,33 +410,22 @@ def bench(
     max_tokens: Annotated[int, typer.Option(min=1, help="most per turn", rich_help_panel="Sampling")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy", rich_help_panel="Sampling")] = 0.0,
     seed: Annotated[int, typer.Option(help="prompt i is sampled with seed + i", rich_help_panel="Sampling")] = 0,
-    num_speculative_tokens: options.NumSpeculativeTokens = None,
-    num_draft_tokens: options.NumDraftTokens = None,
-    prompt_lookup_max: options.PromptLookupMax = None,
-    prompt_lookup_min: options.PromptLookupMin = None,
-    rejection_sample_method: options.RejectionSampleMethod = None,
-    speculative_config: options.SpeculativeConfig = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    max_model_len: options.MaxModelLen = None,
-    threads: options.Threads = None,
     debug: Debug = False,
+    **asked: Any,
 ) -> None:
     """Measure methods and peers on MODEL, interleaved prompt by prompt; the last line printed is JSON.
 
     Two results are compared with: paceline bench compare A.json B.json
     """
-    asked = locals()  # the options by name
     from paceline.bench import peers as others
     from paceline.bench.records import fingerprint
 
     others.check(listed(peers))
     chosen = choose(prompts or set_name, num_prompts)
     names = ["none", *(name for name in listed(methods) if name != "none")]
-    config = speculation(asked)
     settings = Settings(
         model=model,
-        methods={name: (config if name != "none" else {}) | {"method": name} for name in names},
+        methods=configs(names, speculation(asked)),
         peers=tuple(listed(peers)),
         set=str(prompts or set_name),
         prompts=tuple(p.id for p in chosen),
@@ -318,6 +438,16 @@ def bench(
         load=given(asked, LOAD),
     )
     run_bench(settings, chosen, json_file, debug)
+
+
+def configs(names: list[str], given: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Each method's config: what was given, without the draft model where it is not for that method."""
+    drafts = {name: given[name] for name in ("model", "tree_top_k", "tree_depth") if name in given}
+    if drafts and "draft_model" not in names:
+        raise BadRequest(f"{', '.join(drafts)} given, but no method uses it; add draft_model to --methods")
+    shared = {key: value for key, value in given.items() if key not in drafts and key != "method"}
+    own: dict[str, dict[str, Any]] = {"none": {}, "draft_model": shared | drafts}
+    return {name: own.get(name, shared) | {"method": name} for name in names}
 
 
 def choose(name: str | Path, count: int) -> list[Prompt]:
@@ -345,7 +475,8 @@ def run_bench(settings: Settings, prompts: list[Prompt], json_file: Path | None,
         raise BadRequest(f"--json {json_file}: there is no folder {json_file.absolute().parent}")
     for config in settings.methods.values():
         SpeculativeConfig.read(config)
-    llm = load(settings.model, {"method": BASELINE}, settings.load, debug)
+    # Every contender reads every prompt itself, whoever has read it before.
+    llm = load(settings.model, {"method": BASELINE}, {"reuse_prefix": False} | settings.load, debug)
     check_room(llm, prompts, settings)
     contenders: list[Contender] = [Method(llm, name, config, settings) for name, config in settings.methods.items()]
     contenders += peers.load(settings.peers, llm, settings)

@@ -1,25 +1,32 @@
 """The object most users hold: a model, its tokenizer, and text from it."""
 
+import copy
 import os
 import reprlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.decode import Request, run
 from paceline.draft import SpeculativeConfig
 from paceline.draft.base import Drafter
-from paceline.errors import BadRequest
+from paceline.draft.model import check_vocabularies
+from paceline.errors import BadRequest, PacelineError
 from paceline.kernels.cpu import threads_available
 from paceline.models import Source, load_model, load_tokenizer, resolve
-from paceline.output import Piece, RequestOutput
-from paceline.sampling import SamplingParams
+from paceline.output import Logprob, Piece, RequestOutput
+from paceline.prefix import Prefixes
+from paceline.progress import meter
+from paceline.sampling import SamplingParams, fresh_seed
 from paceline.target import HFTarget
-from paceline.text import Detokenizer
+from paceline.text import Text, encode_bad_word, special_stops
 
 Config = Mapping[str, Any] | SpeculativeConfig | None
 Prompt = str | Sequence[int]
@@ -27,6 +34,15 @@ Message = Mapping[str, Any]
 AUTO = SpeculativeConfig()
 MOST_DRAFTERS = 8
 """Settings whose drafters are kept ready; the oldest goes first, the LLM's own stays."""
+
+
+@dataclass
+class _Job:
+    """One prompt of a call: its samples, or why there are none."""
+
+    prompt_ids: list[int]
+    samples: list[Request]
+    error: str | None = None
 
 
 class LLM:
@@ -39,8 +55,10 @@ class LLM:
         dtype: `auto` (the checkpoint's), `bfloat16`, `float16`, `float32` or `float64`.
         device: `auto`, `cpu`, `cuda`, `cuda:1` …
         max_model_len: most tokens of prompt and answer together; by default the model's own context.
-        max_num_seqs: most prompts decoded at once.
+        max_num_seqs: most prompts decoded at once; the others wait their turn.
         threads: CPU threads; by default the cores given to this process.
+        reuse_prefix: keep keys and values of recent requests (up to 512 MiB), so that a prompt which begins like one of
+            them is read only from where it differs: the next turn of a chat reads what is new.
     """
 
     def __init__(
@@ -53,13 +71,14 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 8,
         threads: int | None = None,
+        reuse_prefix: bool = True,
     ) -> None:
         self._config = SpeculativeConfig.read(speculative_config)
         _check_limits(max_model_len=max_model_len, max_num_seqs=max_num_seqs, threads=threads)
         torch.set_num_threads(threads or threads_available())
         self.source: Source = resolve(model, progress=True)
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(self.source)
-        self._own(load_model(self.source, dtype=dtype, device=device), max_model_len, max_num_seqs)
+        self._own(load_model(self.source, dtype=dtype, device=device), max_model_len, max_num_seqs, reuse_prefix)
 
     @classmethod
     def of(
@@ -70,6 +89,7 @@ class LLM:
         *,
         max_model_len: int | None = None,
         max_num_seqs: int = 8,
+        reuse_prefix: bool = True,
     ) -> "LLM":
         """An LLM around a model and a tokenizer already loaded; the model is changed in place and belongs to it."""
         self = cls.__new__(cls)
@@ -77,49 +97,66 @@ class LLM:
         _check_limits(max_model_len=max_model_len, max_num_seqs=max_num_seqs)
         self.source = Source(type(model).__name__, Path(model.name_or_path or "."), "object", "given as an object")
         self.tokenizer = tokenizer
-        self._own(model, max_model_len, max_num_seqs)
+        self._own(model, max_model_len, max_num_seqs, reuse_prefix)
         return self
 
-    def _own(self, model: PreTrainedModel, max_model_len: int | None, max_num_seqs: int) -> None:
+    def _own(self, model: PreTrainedModel, max_model_len: int | None, max_num_seqs: int, reuse_prefix: bool) -> None:
         self.target = HFTarget(model)
         context = self.target.max_positions
         if max_model_len is not None and max_model_len > context:
             raise BadRequest(f"max_model_len={max_model_len} was given; the model's context is {context}")
         self.max_model_len, self.max_num_seqs = max_model_len or context, max_num_seqs
         self.eos_ids = _eos_ids(model, self.tokenizer)
+        self._prefixes = Prefixes() if reuse_prefix else None
         # One drafter per setting, bound once: weights live in it, text does not.
         self._drafters: dict[SpeculativeConfig, Drafter[Any]] = {}
+        self._drafts: dict[Any, HFTarget] = {}
         self._drafter(self._config)
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """The model's own: `SamplingParams.from_model` reads it."""
+        return cast(GenerationConfig, self.target.model.generation_config)
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        speculative_config: Config = AUTO,
+        speculative_config: Config | Sequence[Config] = AUTO,
+        progress: bool = False,
     ) -> list[RequestOutput]:
-        """One answer per prompt, in order.
+        """One answer per prompt, in order; the further samples of a prompt are in its answer's `samples`.
+
+        Any number of prompts may be given: `max_num_seqs` run at once, in order, and each that ends makes room for the
+        next. A prompt that cannot be honoured fails alone: its answer has `finish_reason` "error" and the reason in
+        `error`. Where none can be, the call raises.
 
         Args:
             prompts: raw text (no chat template), ids, or a list of either; a single one gives a list of one.
             params: for all prompts, or one per prompt; by default `SamplingParams()`.
-            speculative_config: for this call only; left out, the LLM's own.
+            speculative_config: for this call only, for all prompts or one per prompt; left out, the LLM's own.
+            progress: show a bar on standard error.
 
         Raises:
-            BadRequest: before any work, if any prompt or setting cannot be honoured.
+            BadRequest: before any work, if the call makes no sense or none of its prompts can be honoured.
         """
-        requests = self._requests(_listed(prompts), params, speculative_config)
-        for begin in range(0, len(requests), self.max_num_seqs):
-            for _ in run(self.target, requests[begin : begin + self.max_num_seqs]):
-                pass
-        return [self._output(request) for request in requests]
+        jobs = self._jobs(_listed(prompts), params, speculative_config)
+        rows = [sample for job in jobs for sample in job.samples]
+        with meter("generating", len(rows), progress, unit="answers") as tick:
+            done = 0
+            tick(done)
+            for row in run(self.target, rows, max_rows=self.max_num_seqs, prefixes=self._prefixes):
+                done += row.finish_reason is not None
+                tick(done)
+        return [self._output(job) for job in jobs]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, speculative_config: Config = AUTO
     ) -> "Stream":
-        """The answer to one prompt, piece by piece, as it is written."""
-        (request,) = self._requests([prompt], params, speculative_config)
-        return Stream(self, request)
+        """The answer to one prompt, piece by piece, as it is written; with `n` above 1 the samples take turns."""
+        (job,) = self._jobs([prompt], params, speculative_config)
+        return Stream(self, job)
 
     def chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, *, speculative_config: Config = AUTO
@@ -143,31 +180,78 @@ class LLM:
 
     def _drafter(self, config: SpeculativeConfig) -> Drafter[Any]:
         if config not in self._drafters:
-            drafter = config.drafter()
+            draft = None
+            if config.method == "draft_model" and not config.is_plain:
+                draft = self._draft(config.model)
+            drafter = config.drafter(draft)
             drafter.bind(self.target)
             if len(self._drafters) == MOST_DRAFTERS:
                 del self._drafters[next(name for name in self._drafters if name != self._config)]
             self._drafters[config] = drafter
+            used = {name.model for name in self._drafters}
+            self._drafts = {name: draft for name, draft in self._drafts.items() if name in used}
         return self._drafters[config]
 
-    def _requests(
+    def _draft(self, model: "str | PreTrainedModel") -> HFTarget:
+        """The draft model of a config, loaded once for all settings that use it."""
+        if model not in self._drafts:
+            if isinstance(model, PreTrainedModel):
+                self._drafts[model] = HFTarget(model)
+            else:
+                source = resolve(model, progress=True)
+                check_vocabularies(self.tokenizer, load_tokenizer(source))
+                self._drafts[model] = HFTarget(load_model(source, device=str(self.target.device)))
+        return self._drafts[model]
+
+    def _jobs(
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        speculative_config: Config,
-    ) -> list[Request]:
+        speculative_config: Config | Sequence[Config],
+    ) -> list[_Job]:
         """Every request of a call, checked before any of them runs."""
-        config = self._config if speculative_config is AUTO else SpeculativeConfig.read(speculative_config)
-        drafter = self._drafter(config)
         chosen = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if not all(isinstance(one, SamplingParams) for one in chosen):
             raise BadRequest(f"params are {reprlib.repr(params)}; SamplingParams, or a list of them, is needed")
-        if len(chosen) != len(prompts):
-            raise BadRequest(f"{len(chosen)} SamplingParams for {len(prompts)} prompts; give one, or one per prompt")
+        configs = (
+            list(speculative_config)
+            if isinstance(speculative_config, Sequence) and not isinstance(speculative_config, str)
+            else [speculative_config] * len(prompts)
+        )
+        for what, given in (("SamplingParams", chosen), ("speculative_configs", configs)):
+            if len(given) != len(prompts):
+                raise BadRequest(f"{len(given)} {what} for {len(prompts)} prompts; give one, or one per prompt")
+        read = [self._config if config is AUTO else SpeculativeConfig.read(config) for config in configs]
+        drafters = [self._drafter(config) for config in read]
+        own = _own_processors(chosen)
+        jobs: list[_Job] = []
+        errors: list[PacelineError] = []
+        for prompt, one, processors, config, drafter in zip(prompts, chosen, own, read, drafters, strict=True):
+            job = _Job([], [])
+            try:
+                job.prompt_ids = self._ids(prompt)
+                job.samples = self._samples(job.prompt_ids, one, processors, config, drafter)
+            except PacelineError as error:
+                errors.append(error)
+                job.error = str(error)
+            jobs.append(job)
+        if errors and len(errors) == len(jobs):
+            raise errors[0]
+        return jobs
+
+    def _samples(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        processors: list[tuple[Any, ...]],
+        config: SpeculativeConfig,
+        drafter: Drafter[Any],
+    ) -> list[Request]:
+        seed = fresh_seed() if params.seed is None else params.seed
         return [
             Request(
-                self._ids(prompt),
-                one,
+                prompt_ids,
+                replace(params, logits_processors=own) if own else params,
                 drafter,
                 vocab_size=self.target.vocab_size,
                 max_positions=self.max_model_len,
@@ -175,9 +259,23 @@ class LLM:
                 rule=config.rejection_sample_method,
                 depth=config.depth,
                 budget=config.num_draft_tokens,
+                text=Text(
+                    self.tokenizer,
+                    skip_special_tokens=params.skip_special_tokens,
+                    stop=params.stop,
+                    include_stop=params.include_stop_str_in_output,
+                    min_tokens=params.min_tokens,
+                ),
+                stop_ids=special_stops(self.tokenizer, params.stop),
+                encode=self._encode,
+                sample=sample,
+                seed=seed,
             )
-            for prompt, one in zip(prompts, chosen, strict=True)
+            for sample, own in enumerate(processors)
         ]
+
+    def _encode(self, word: str) -> list[list[int]]:
+        return encode_bad_word(self.tokenizer, word)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -191,22 +289,37 @@ class LLM:
             raise BadRequest(f"a prompt is {reprlib.repr(prompt)}; text or a list of token ids is needed")
         return [int(i) for i in prompt]
 
-    def _output(self, request: Request, text: str | None = None) -> RequestOutput:
-        if text is None:
-            text = str(
-                self.tokenizer.decode(request.output_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            )
+    def _output(self, job: _Job) -> RequestOutput:
+        """What a prompt's samples came to."""
+        if not job.samples:
+            return RequestOutput(job.prompt_ids, "", [], "error", error=job.error)
+        first, *others = [self._sample_output(sample) for sample in job.samples]
+        first.others = others
+        return first
+
+    def _sample_output(self, request: Request) -> RequestOutput:
+        assert request.text is not None
+        assert request.seed is not None
+        params = request.params
         return RequestOutput(
             prompt_token_ids=request.prompt_ids,
-            text=text,
+            text=request.text.text,
             token_ids=request.output_ids,
             finish_reason=request.finish_reason or "abort",
             stop_reason=request.stop_reason,
             error=request.error,
-            seed=request.sampler.draws.seed,
+            seed=request.seed,
             from_draft=request.from_draft,
+            logprobs=None if params.logprobs is None else [self._named(one) for one in request.logprobs],
+            prompt_logprobs=None
+            if params.prompt_logprobs is None
+            else [None if one is None else self._named(one) for one in request.prompt_logprobs],
             stats=request.stats,
         )
+
+    def _named(self, found: dict[int, Logprob]) -> dict[int, Logprob]:
+        """Log-probs with their tokens as text."""
+        return {i: replace(one, decoded_token=str(self.tokenizer.decode([i]))) for i, one in found.items()}
 
 
 class Stream(Iterator[Piece]):
@@ -215,43 +328,62 @@ class Stream(Iterator[Piece]):
     `close()`, or leaving a `with` block, stops early and frees what the request held.
     """
 
-    def __init__(self, llm: LLM, request: Request) -> None:
-        self._llm, self._request = llm, request
-        self._steps = run(llm.target, [request])
-        self._text = Detokenizer(llm.tokenizer)
-        self._shown = 0
-        self._ended = False
+    def __init__(self, llm: LLM, job: _Job) -> None:
+        self._llm, self._job = llm, job
+        self._steps = run(llm.target, job.samples, max_rows=llm.max_num_seqs, prefixes=llm._prefixes)
+        self._shown = [0] * len(job.samples)
 
     def __next__(self) -> Piece:
-        if self._ended:
-            raise StopIteration
-        request = self._request
-        if next(self._steps, None) is None and request.finish_reason is None:
-            raise StopIteration
-        ids = request.output_ids[self._shown :]
-        flags = request.from_draft[self._shown :]
-        self._shown += len(ids)
-        text = self._text.add(ids)
-        if request.finish_reason is not None:
-            text += self._text.flush()
-            self.close()
-        return Piece(text, ids, flags, request.finish_reason)
+        for row in self._steps:
+            sample, ids = row.sample, row.output_ids[self._shown[row.sample] :]
+            flags = row.from_draft[self._shown[sample] :]
+            self._shown[sample] += len(ids)
+            assert row.text is not None
+            return Piece(row.text.take(), ids, flags, row.finish_reason, sample)
+        raise StopIteration
 
     @property
     def output(self) -> RequestOutput:
         """What has been written so far; `finish_reason` is "abort" when it was stopped early."""
-        return self._llm._output(self._request)
+        return self._llm._output(self._job)
 
     def close(self) -> None:
         """Stop here; nothing more is computed."""
-        self._ended = True
         self._steps.close()
+        for row in self._job.samples:
+            if row.finish_reason is None:  # not even begun
+                row.finish("abort")
 
     def __enter__(self) -> "Stream":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _own_processors(params: Sequence[SamplingParams]) -> list[list[tuple[Any, ...]]]:
+    """Logits processors for each sample of each prompt: one used by several rows is copied, since it may have state.
+
+    Its `clone()` makes the copies if it has one; else a deep copy, modules that it refers to being shared.
+    """
+    uses = Counter(id(p) for one in params for p in one.logits_processors for _ in range(one.n))
+    return [
+        [tuple(_copied(p) if uses[id(p)] > 1 else p for p in one.logits_processors) for _ in range(one.n)]
+        for one in params
+    ]
+
+
+def _copied(processor: Any) -> Any:
+    try:
+        if hasattr(processor, "clone"):
+            return processor.clone()
+        shared = {id(v): v for v in getattr(processor, "__dict__", {}).values() if isinstance(v, nn.Module)}
+        return copy.deepcopy(processor, shared)
+    except Exception as error:
+        raise BadRequest(
+            f"the logits processor {type(processor).__name__} serves several rows, each needs its own, and it cannot "
+            f"be copied ({error}); give it a clone() method, or one SamplingParams per prompt"
+        ) from error
 
 
 def _check_limits(**limits: object) -> None:

@@ -14,6 +14,8 @@ class Stats:
     drafted: a pass cut by a stop counts what lies before the cut.
     """
 
+    num_cached_tokens: int = 0
+    """Prompt tokens that were not read again, because a recent request had begun with them."""
     num_target_passes: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -68,6 +70,7 @@ class Stats:
     def to_dict(self) -> dict[str, Any]:
         """The public figures, ready for JSON."""
         names = (
+            "num_cached_tokens",
             "num_target_passes",
             "num_draft_tokens",
             "num_accepted_tokens",
@@ -81,6 +84,16 @@ class Stats:
         return {name: getattr(self, name) for name in names}
 
 
+@dataclass(frozen=True)
+class Logprob:
+    """How likely a token was by the model alone: log-softmax of its raw logits, before temperature and filters."""
+
+    logprob: float
+    rank: int
+    """1 for the likeliest token; the number of strictly likelier ones, plus 1."""
+    decoded_token: str | None = None
+
+
 @dataclass
 class Piece:
     """A piece of a stream: new text, the ids it came from, and for each id whether a drafter guessed it."""
@@ -89,6 +102,8 @@ class Piece:
     token_ids: list[int]
     from_draft: list[bool]
     finish_reason: FinishReason | None = None
+    sample: int = 0
+    """Which of the request's `n` samples it belongs to."""
 
 
 @dataclass
@@ -100,14 +115,25 @@ class RequestOutput:
     token_ids: list[int]
     finish_reason: FinishReason
     stop_reason: int | str | None = None
-    """The id that ended the text, when the reason is ``"stop"`` and the id was an EOS or a stop id."""
+    """What ended the text when the reason is ``"stop"``: the stop string or the stop id; None if it was an EOS."""
     error: str | None = None
     """What went wrong and where, when the reason is ``"error"``."""
     seed: int = 0
     """The seed that repeats this text: the one given, or the one drawn when none was."""
     from_draft: list[bool] = field(default_factory=list)
     """For each id, whether a drafter guessed it (else the target's own token ended the pass)."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """For each id of the answer, if asked for: itself and the likeliest ones, by log-softmax of the raw logits."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """The same for the prompt's ids; nothing precedes the first, so it has None."""
     stats: Stats = field(default_factory=Stats)
+    others: list["RequestOutput"] = field(default_factory=list)
+    """The second and further samples of a request with ``n`` above 1."""
+
+    @property
+    def samples(self) -> list["RequestOutput"]:
+        """All `n` samples in order, this one first."""
+        return [self, *self.others]
 
     @property
     def usage(self) -> dict[str, int]:

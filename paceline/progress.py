@@ -25,29 +25,31 @@ def note(text: str, progress: bool) -> None:
 
 
 @contextmanager
-def meter(label: str, total: int, progress: bool) -> Iterator[Callable[[int], None]]:
-    """A function that takes the bytes done so far and shows them with the time left."""
+def meter(label: str, total: int, progress: bool, unit: str | None = None) -> Iterator[Callable[[int], None]]:
+    """A function that takes how much is done so far and shows it with the time left: bytes, or the ``unit`` named."""
     if not progress:
         yield lambda done: None
     elif sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        size = TextColumn(f"{{task.completed:.0f}} of {{task.total:.0f}} {unit}") if unit else DownloadColumn()
+        columns = (TextColumn("{task.description}"), BarColumn(), size, TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task(label, total=total)
             yield lambda done: bar.update(task, completed=min(done, total))
     else:
-        yield _lines(label, total)
+        yield _lines(label, total, unit)
 
 
-def _lines(label: str, total: int) -> Callable[[int], None]:
+def _lines(label: str, total: int, unit: str | None) -> Callable[[int], None]:
     """A line at the start and at every quarter."""
-    begun, first, shown = time.monotonic(), -1, -1
+    begun, shown = time.monotonic(), -1
+    first = 0 if unit else -1  # what an earlier run has left of a download does not count towards the speed
 
     def tick(done: int) -> None:
         nonlocal first, shown
-        first = done if first < 0 else first  # what an earlier run left does not count towards the speed
+        first = done if first < 0 else first
         quarter = 4 * min(done, total) // max(1, total)
         if quarter <= shown:
             return
@@ -55,7 +57,8 @@ def _lines(label: str, total: int) -> Callable[[int], None]:
         left = ""
         if first < done < total:
             left = f", about {(time.monotonic() - begun) * (total - done) / (done - first):.0f} s left"
-        note(f"{label}: {human(min(done, total))} of {human(total)}{left}", True)
+        size = f"{min(done, total)} of {total} {unit}" if unit else f"{human(min(done, total))} of {human(total)}"
+        note(f"{label}: {size}{left}", True)
 
     return tick
 

@@ -8,7 +8,7 @@ never printed wrong.
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from rich.cells import cell_len
@@ -19,7 +19,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from paceline.bench.measure import Watched, first_difference
+from paceline.bench.measure import Watched, combined, first_difference
 from paceline.output import Piece, RequestOutput, Stats
 
 Kind = Literal["accepted", "corrected", "plain"]
@@ -215,6 +215,42 @@ def step_table(run: Watched, console: Console) -> RenderableType:
     grid.add_row("passes", pass_kinds(stats))
     grid.add_row("", spark(tokens_per_pass(output.from_draft), console))
     return Group(grid, Padding(acceptance(stats, console), (1, 0, 0, 0)))
+
+
+def turns_table(turns: Sequence[Watched]) -> RenderableType:
+    """The last turn of a conversation beside all of its turns."""
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold", pad_edge=False)
+    columns = [turns[-1:], turns]
+    table.add_column("")
+    for title in ("last turn", f"all {len(turns)} {plural(len(turns), 'turn', 'turns')}"):
+        table.add_column(title, justify="right")
+    for name, *cells in zip(*(turn_figures(part) for part in columns)):
+        table.add_row(Text(name[0], style="bright_black"), *(value for _, value in [name, *cells]))
+    return table
+
+
+def turn_figures(turns: Sequence[Watched]) -> list[tuple[str, str]]:
+    """The figures of turns taken together, by name; what the parts of the time leave unexplained counts as other."""
+    stats = combined([turn.output.stats for turn in turns])
+    tokens, seconds = sum(len(turn.output.token_ids) for turn in turns), sum(turn.seconds for turn in turns)
+    prompt = sum(len(turn.output.prompt_token_ids) for turn in turns)
+    rate = stats.draft_acceptance_rate
+    parts = {name: spent for name, spent in stats.time.items() if name != "other"}
+    parts["other"] = max(0.0, seconds - sum(parts.values()))
+    return [
+        ("tokens written", str(tokens)),
+        ("tokens/s, prompt reading included", f"{tokens / seconds:.1f}" if seconds else "-"),
+        ("tokens per pass", f"{stats.mean_acceptance_length:.2f}"),
+        (
+            "guesses accepted",
+            "-" if rate is None else f"{stats.num_accepted_tokens}/{stats.num_draft_tokens} {rate:.0%}",
+        ),
+        ("first token after", f"{sum(turn.first_seconds for turn in turns) / len(turns):.2f} s"),
+        ("prompt tokens read", str(prompt - stats.num_cached_tokens)),
+        ("prompt tokens reused", str(stats.num_cached_tokens)),
+        ("seconds", f"{seconds:.2f}"),
+        *((f"  {name}", f"{spent / seconds:.0%}" if seconds else "-") for name, spent in parts.items()),
+    ]
 
 
 def plural(count: int, one: str, many: str) -> str:

@@ -18,7 +18,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from paceline.errors import IncompatibleDrafter
-from paceline.sampling import Law
+from paceline.laws import Law
 from paceline.tree import Drawn, TokenTree
 
 

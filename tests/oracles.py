@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedModel
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation import logits_process
 
 from paceline.cache import KVCache
@@ -146,6 +146,8 @@ class Answer(NamedTuple):
     worst: list[int]
     laws: list[Tensor]
     """Processed logits at each position."""
+    raw: Sequence[Tensor] = ()
+    """Log-softmax of the model's own logits at each position."""
 
 
 class _CountPenalties(LogitsProcessor):
@@ -155,13 +157,40 @@ class _CountPenalties(LogitsProcessor):
         self.params, self.num_prompt = params, num_prompt
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        counts = torch.bincount(input_ids[0, self.num_prompt :], minlength=scores.shape[-1])
+        counts = torch.bincount(input_ids[0, self.num_prompt :], minlength=scores.shape[-1]).to(scores)
         scores = scores - self.params.frequency_penalty * counts
-        return scores - self.params.presence_penalty * (counts > 0)
+        return scores - self.params.presence_penalty * (counts > 0).to(scores)
 
 
-def processors(params: SamplingParams, num_prompt: int) -> list[LogitsProcessor]:
-    """The settings as `transformers` applies them, in its order; off settings are left out."""
+class _Allowed(LogitsProcessor):
+    def __init__(self, ids: Iterable[int]) -> None:
+        self.ids = set(ids)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        banned = torch.tensor([[token not in self.ids for token in range(scores.shape[-1])]])
+        return scores.masked_fill(banned, -float("inf"))
+
+
+class _Plain(LogitsProcessor):
+    """A function (list of ids, logits) -> logits."""
+
+    def __init__(self, function: Callable[[list[int], Tensor], Tensor]) -> None:
+        self.function = function
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return self.function(input_ids[0].tolist(), scores[0].clone())[None]
+
+
+Encode = Callable[[str], list[list[int]]]
+
+
+def processors(
+    params: SamplingParams, num_prompt: int, ends: Iterable[int] = (), encode: Encode | None = None
+) -> list[LogitsProcessor]:
+    """The settings as `transformers` applies them, in its order; off settings are left out.
+
+    `ends` are the ids that `min_tokens` bans; `encode` spells the strings among `bad_words`.
+    """
     found: list[LogitsProcessor] = []
     if params.logit_bias:
         found.append(logits_process.SequenceBiasLogitsProcessor({(i,): b for i, b in params.logit_bias.items()}))
@@ -169,6 +198,24 @@ def processors(params: SamplingParams, num_prompt: int) -> list[LogitsProcessor]
         found.append(logits_process.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
     if params.presence_penalty or params.frequency_penalty:
         found.append(_CountPenalties(params, num_prompt))
+    if params.no_repeat_ngram_size:
+        found.append(logits_process.NoRepeatNGramLogitsProcessor(params.no_repeat_ngram_size))
+    if params.bad_words:
+        words: list[list[int]] = []
+        for word in params.bad_words:
+            if isinstance(word, str):
+                assert encode is not None, "banned strings need `encode`"
+                words += encode(word)
+            else:
+                words.append(list(word))
+        found.append(logits_process.NoBadWordsLogitsProcessor(words))
+    if params.allowed_token_ids is not None:
+        found.append(_Allowed(params.allowed_token_ids))
+    ids = sorted(ends)
+    if params.min_tokens and ids:
+        found.append(logits_process.MinNewTokensLengthLogitsProcessor(num_prompt, params.min_tokens, ids))
+    of_transformers = (LogitsProcessor, LogitsProcessorList)
+    found += [p if isinstance(p, of_transformers) else _Plain(p) for p in params.logits_processors]
     if params.temperature == 0.0:
         return found
     if params.temperature != 1.0:
@@ -188,18 +235,27 @@ def reference(
     max_new: int,
     params: SamplingParams = GREEDY,
     eos: Iterable[int] = (),
+    *,
+    encode: Encode | None = None,
+    sample: int = 0,
 ) -> Answer:
-    """Plain decoding in a few lines: the whole text is read again for every token; ends behind the first stop id."""
-    ids, answer, stops = list(prompt), Answer([], [], []), {*eos, *params.stop_token_ids}
-    chain = processors(params, len(prompt))
+    """Plain decoding in a few lines: the whole text is read again for every token; ends behind the first stop id.
+
+    `eos` ends nothing, and `min_tokens` does not ban it, under `ignore_eos`. Stop strings are not looked for.
+    """
+    raw: list[Tensor] = []
+    ids, answer = list(prompt), Answer([], [], [], raw)
+    stops = {*(() if params.ignore_eos else eos), *params.stop_token_ids}
+    chain = processors(params, len(prompt), stops, encode)
     while len(answer.ids) < max_new and not stops & set(answer.ids[-1:]):
         scores = logits_of(model, ids)[-1:]
+        raw.append(torch.log_softmax(scores[0], 0))
         for processor in chain:
             scores = processor(torch.tensor([ids]), scores)
         keys = scores[0]
         if params.temperature > 0.0:
             assert params.seed is not None, "a sampled reference needs a seed"
-            noise = Draws(params.seed).noise(len(ids), vocab_size=keys.shape[0])
+            noise = Draws(params.seed, sample).noise(len(ids), vocab_size=keys.shape[0])
             keys = torch.log_softmax(keys, 0) + noise
         token = int((keys == keys.max()).nonzero()[0])
         answer.ids.append(token)
@@ -210,20 +266,39 @@ def reference(
 
 
 @functools.cache
-def _answer(arch: str, limit: int, prompt: tuple[int, ...], max_new: int, settings: tuple[Any, ...]) -> Answer:
+def _answer(
+    arch: str, limit: int, prompt: tuple[int, ...], max_new: int, eos: tuple[int, ...], settings: tuple[Any, ...]
+) -> Answer:
     params = SamplingParams(**{name: _thaw(value) for name, value in settings})
-    return reference(plain(arch, limit=limit), prompt, max_new, params)
+    return reference(plain(arch, limit=limit), prompt, max_new, params, eos)
 
 
-def answer(prompt: Sequence[int], max_new: int, arch: str = "llama", limit: int = 256, **settings: Any) -> Answer:
-    """`reference` of a shared model, remembered between tests; settings are those of `SamplingParams`, else greedy."""
+def answer(
+    prompt: Sequence[int], max_new: int, arch: str = "llama", limit: int = 256, eos: Iterable[int] = (), **settings: Any
+) -> Answer:
+    """`reference` of a shared model, remembered between tests; settings are those of `SamplingParams`, else greedy.
+
+    With `logits_processors`, which may hold a state, nothing is remembered.
+    """
     settings = {"temperature": 0.0, **settings}
-    frozen = tuple(sorted((k, tuple(v.items()) if isinstance(v, dict) else v) for k, v in settings.items()))
-    return _answer(arch, limit, tuple(prompt), max_new, frozen)
+    if settings.get("logits_processors"):
+        return reference(plain(arch, limit=limit), prompt, max_new, SamplingParams(**settings), eos)
+    frozen = tuple(sorted((name, _frozen(value)) for name, value in settings.items()))
+    return _answer(arch, limit, tuple(prompt), max_new, tuple(eos), frozen)
+
+
+class _Items(tuple[Any, ...]):
+    """A mapping that can be hashed."""
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, dict):
+        return _Items(value.items())
+    return tuple(_frozen(one) for one in value) if isinstance(value, list | tuple) else value
 
 
 def _thaw(value: Any) -> Any:
-    return dict(value) if isinstance(value, tuple) and value and isinstance(value[0], tuple) else value
+    return dict(value) if isinstance(value, _Items) else value
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

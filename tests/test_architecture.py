@@ -19,22 +19,34 @@ SPINE = {
     "errors": (),
     "output": (),
     "tree": (),
-    "sampling": (),
-    "verify": ("tree", "sampling"),
+    "recommended": (),
+    "params": ("recommended",),
+    "laws": ("params",),
+    "draws": ("laws",),
+    "edits": ("params",),
+    "processors": (),
+    "sampling": ("params", "laws", "draws", "edits", "processors"),
+    "verify": ("tree", "laws"),
     "cache": (),
+    "prefix": ("cache",),
+    "text": (),
     "kernels": ("kernels", "model_cache"),  # the cache folder, where what was compiled is kept
     "target": ("cache", "tree", "kernels"),
     "draft": ("draft", "tree", "sampling", "cache", "target"),
-    "decode": ("draft", "tree", "sampling", "verify", "cache", "target"),
+    "decode": ("draft", "tree", "sampling", "verify", "cache", "prefix", "text", "target"),
 }
 MODEL_FREE = {"draft.base", "draft.ngram"}  # drafters without a model: neither cache nor target
-TOP = {"cli", "options", "show", "__main__"}  # the terminal: imported by nothing but each other
+TOP = {"chat", "cli", "options", "show", "__main__"}  # the terminal: imported by nothing but each other
 
 HEAVY = {"gguf", "huggingface_hub", "numpy", "rich", "safetensors", "tokenizers", "torch", "transformers", "typer"}
 THIRD_PARTY = {
     "errors": set(),
     "output": set(),
     "cache": {"torch", "transformers"},
+    "recommended": {"transformers"},
+    "params": set(),
+    "processors": {"torch", "transformers"},
+    "text": {"transformers"},
     "kernels": {"torch", "transformers"},
     "target": {"torch", "transformers"},
     "draft": {"torch", "transformers"},

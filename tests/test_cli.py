@@ -13,7 +13,7 @@ from fakes import ByteTokenizer, FakeLLM
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from paceline import errors, options, show
+from paceline import errors, options, progress, show
 from paceline.bench.measure import Watched
 from paceline.cli import app
 from paceline.output import Piece, RequestOutput, Stats
@@ -106,6 +106,143 @@ def test_options_reach_the_library_under_the_same_names(loaded: Loaded) -> None:
     assert choices == {"dtype": "float32", "threads": 2, "max_model_len": 64, "device": "cpu"}
 
 
+def test_further_sampling_options_reach_the_library(loaded: Loaded) -> None:
+    result = paceline(
+        "generate", "m", "x", "-n", "2", "--json", "--stop", r"\n\tend\\n", "--stop", "fin", "--bad-words", "no",
+        "--bad-words", r"a\n", "--allowed-token-ids", "1,2", "--allowed-token-ids", "3", "--ignore-eos",
+        "--include-stop-str-in-output", "--min-tokens", "2", "--no-repeat-ngram-size", "3", "--logprobs", "2",
+        "--prompt-logprobs", "0", "--no-skip-special-tokens",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    params, expected = loaded.llm.params[0], {
+        "n": 2, "stop": ["\n\tend\\n", "fin"], "bad_words": ["no", r"a\n"], "allowed_token_ids": [1, 2, 3],
+        "include_stop_str_in_output": True, "ignore_eos": True, "min_tokens": 2, "no_repeat_ngram_size": 3,
+        "logprobs": 2, "prompt_logprobs": 0, "skip_special_tokens": False,
+    }  # fmt: skip
+    got = {name: getattr(params, name) for name in expected}
+    for name in ("stop", "bad_words"):
+        got[name] = list(got[name])
+    got["allowed_token_ids"] = sorted(got["allowed_token_ids"])
+    assert got == expected
+
+
+def test_a_draft_model_and_how_the_model_runs(loaded: Loaded) -> None:
+    paceline(
+        "generate", "m", "x", "--method", "draft_model", "--draft-model", "small", "--tree-top-k", "2",
+        "--tree-depth", "3", "--max-num-seqs", "4", "--no-reuse-prefix",
+    )  # fmt: skip
+    model, config, choices = loaded.asked
+    assert model == "m"
+    assert config == {"method": "draft_model", "model": "small", "tree_top_k": 2, "tree_depth": 3}
+    assert choices == {"max_num_seqs": 4, "reuse_prefix": False}
+
+
+def test_every_setting_has_an_option_but_the_one_that_is_code() -> None:
+    from paceline.draft import SpeculativeConfig
+    from paceline.sampling import SamplingParams
+
+    assert {field.name for field in fields(SamplingParams)} - set(options.SAMPLING) == {"logits_processors"}
+    keys = {"model" if name == "draft_model" else name for name in options.SPECULATION}
+    assert {field.name for field in fields(SpeculativeConfig)} == keys - {"speculative_config"}
+
+
+def test_samples_are_printed_under_headings(loaded: Loaded) -> None:
+    result = paceline("generate", "m", "x", "-n", "2")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert [line.strip("─ ") for line in lines] == [
+        "sample 1 of 2", "one two three four five six", "sample 2 of 2", "one two three four five six (2)",
+    ]  # fmt: skip
+
+
+def test_samples_and_log_probabilities_as_json(loaded: Loaded) -> None:
+    loaded.llm.answer = "é"
+    result = paceline("generate", "m", "xy", "-n", "2", "--json", "--logprobs", "1", "--prompt-logprobs", "0")
+    answer = json.loads(result.stdout, parse_constant=pytest.fail)  # no NaN and no Infinity: they are not JSON
+    assert [sample["text"] for sample in answer["samples"]] == ["é", "é (2)"]
+    assert answer["samples"][0]["token_ids"] == answer["token_ids"] == [0xC3, 0xA9]
+    assert answer["logprobs"] == [
+        [
+            {"id": 0xC3, "token": "\ufffd", "logprob": -0.5, "rank": 1},
+            {"id": 7, "token": "\a", "logprob": None, "rank": 2},
+        ],
+        [
+            {"id": 0xA9, "token": "\ufffd", "logprob": -0.5, "rank": 1},
+            {"id": 7, "token": "\a", "logprob": None, "rank": 2},
+        ],
+    ]
+    assert len(answer["samples"][1]["logprobs"]) == len(answer["samples"][1]["token_ids"])
+    assert answer["prompt_logprobs"] == [None, [{"id": ord("y"), "token": "y", "logprob": -2.0, "rank": 3}]]
+    assert "prompt_logprobs" not in answer["samples"][0]
+    alone = json.loads(paceline("generate", "m", "xy", "--json").stdout)
+    assert not {"samples", "logprobs", "prompt_logprobs", "error"} & set(alone)
+
+
+def test_the_model_may_give_the_sampling_values(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.sampling import SamplingParams
+
+    def from_model(cls: Any, llm: Any, **given: Any) -> Any:
+        assert llm is loaded.llm
+        return cls(**{"temperature": 0.25, "top_k": 9} | given)
+
+    monkeypatch.setattr(SamplingParams, "from_model", classmethod(from_model), raising=False)
+    result = paceline("generate", "m", "x", "--from-model", "--top-k", "3")
+    assert result.exit_code == 0, result.stderr
+    assert (loaded.params.temperature, loaded.params.top_k) == (0.25, 3)
+
+
+# -- many prompts ------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_prompts_is_answered_line_by_line(loaded: Loaded, tmp_path: Path) -> None:
+    rows = [{"prompt": "abc "}, {"id": 7, "messages": [{"role": "user", "content": "de"}]}, {"prompt": "bad"}]
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    loaded.llm.errors["bad"] = "the law is NaN at position 7"
+    result = paceline("generate", "m", "--prompts", str(path), "--json")
+    assert result.exit_code == 1
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [answer["usage"]["prompt_tokens"] for answer in answers] == [4, 2, 3]
+    assert [answer.get("id") for answer in answers] == [None, 7, None]
+    assert [answer.get("error") for answer in answers] == [None, None, "the law is NaN at position 7"]
+    assert [answer["finish_reason"] for answer in answers] == ["stop", "stop", "error"]
+    assert "1 of 3 prompts failed" in result.stderr
+    assert loaded.llm.progress == [True]
+    loaded.llm.errors.clear()
+    chat = paceline("generate", "m", "--prompts", str(path), "--json", "--chat")
+    assert chat.exit_code == 0
+    assert json.loads(chat.stdout.splitlines()[0])["usage"]["prompt_tokens"] == 3  # as one message, without the blank
+
+
+def test_a_text_file_has_a_prompt_on_each_line(loaded: Loaded, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_bytes(b"first\r\n\nbad\nthird")
+    loaded.llm.errors["bad"] = "no room"
+    result = paceline("generate", "m", "--prompts", str(tmp_path / "p.txt"), "-n", "2", "--max-tokens", "3")
+    assert result.exit_code == 1
+    lines = [line.strip("─ ") for line in result.stdout.splitlines()]
+    assert lines[:5] == ["prompt 1, sample 1 of 2", "one", "prompt 1, sample 2 of 2", "one", "prompt 2, sample 1 of 2"]
+    assert "paceline: prompt 2, sample 1 of 2: no room" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "p.jsonl:2: not JSON"),
+        ("3", "p.jsonl:2: an object with either 'prompt' or 'messages' is needed"),
+        ('{"prompt": "a", "messages": []}', "p.jsonl:2: an object with either"),
+        ('{"prompt": ""}', "p.jsonl:2: 'prompt' must be a text that is not empty"),
+        ('{"messages": ["hello"]}', "p.jsonl:2: 'messages' must be a list of objects"),
+        ('{"prompt": "a", "temperature": 0}', "p.jsonl:2: 'temperature' is no key of a prompt"),
+    ],
+)
+def test_a_bad_line_is_named_before_anything_is_loaded(loaded: Loaded, tmp_path: Path, line: str, words: str) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "fine"}\n' + line + "\n")
+    result = paceline("generate", "m", "--prompts", str(tmp_path / "p.jsonl"))
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert loaded.asked == ()
+
+
 def test_options_not_given_are_not_passed_on(loaded: Loaded) -> None:
     paceline("generate", "m", "x")
     assert loaded.asked == ("m", "default", {})
@@ -178,6 +315,15 @@ def test_an_error_of_the_request_is_told(loaded: Loaded, monkeypatch: pytest.Mon
         (["genrate", "m"], "No such command 'genrate'. Did you mean 'generate'?"),
         (["generate", "m"], "Missing argument 'PROMPT'; see"),
         (["generate", "m", "x", "--top-k", "few"], "Invalid value for '--top-k'"),
+        (["generate", "m", "x", "--prompts", "p.txt"], "PROMPT and --prompts were both given"),
+        (["generate", "m", "--prompts", "p.csv"], "FILE.jsonl, an object a line, or FILE.txt"),
+        (["generate", "m", "--prompts", "none.txt"], "cannot read the prompts of 'none.txt': No such file"),
+        (["generate", "m", "--prompts", "p.txt", "--show"], "--show and --compare follow one text"),
+        (["generate", "m", "x", "-n", "2", "--compare"], "--show and --compare follow one text"),
+        (["generate", "m", "x", "--logprobs", "2"], "--logprobs is printed as JSON only; add --json"),
+        (["generate", "m", "x", "--allowed-token-ids", "a"], "--allowed-token-ids needs whole numbers, not 'a'"),
+        (["bench", "m", "--draft-model", "small"], "model given, but no method uses it; add draft_model to --methods"),
+        (["bench", "m", "--method", "ngram"], "No such option: --method"),
         (["generate", "m", "x", "--json", "--show"], "--json prints one object and nothing else"),
         (["generate", "m", "@no-such-file"], "cannot read the prompt file 'no-such-file': No such file"),
         (["generate", "m", "x", "--logit-bias", "5"], "--logit-bias '5' is neither ID=VALUE"),
@@ -247,7 +393,7 @@ finally:
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    for command in ("pull", "generate", "bench"):
+    for command in ("pull", "generate", "chat", "bench"):
         assert command in result.stdout
 
 
@@ -308,6 +454,32 @@ def test_bench_passes_options_to_methods_but_not_to_none(loaded: Loaded, questio
     result = paceline("bench", "m", "--prompts", str(questions), "--methods", "ngram", "--prompt-lookup-max", "3")
     settings = json.loads(result.stdout.splitlines()[-1])["settings"]
     assert settings["methods"] == {"none": {"method": "none"}, "ngram": {"method": "ngram", "prompt_lookup_max": 3}}
+
+
+def test_bench_gives_the_draft_model_to_its_method_alone(loaded: Loaded, questions: Path) -> None:
+    loaded.llm.seconds["draft_model"] = 1.0
+    result = paceline(
+        "bench", "m", "--prompts", str(questions), "--methods", "ngram,draft_model", "--draft-model", "small",
+        "--tree-top-k", "2", "--num-draft-tokens", "8",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1])["settings"]["methods"] == {
+        "none": {"method": "none"},
+        "ngram": {"method": "ngram", "num_draft_tokens": 8},
+        "draft_model": {"method": "draft_model", "num_draft_tokens": 8, "model": "small", "tree_top_k": 2},
+    }
+
+
+def test_bench_and_compare_let_every_run_read_its_prompt(loaded: Loaded, questions: Path) -> None:
+    paceline("bench", "m", "--prompts", str(questions))
+    assert loaded.asked[2] == {"reuse_prefix": False}
+    paceline("generate", "m", "x", "--compare", "--min-tokens", "12")
+    assert loaded.asked[2] == {"reuse_prefix": False}
+    assert [(params.min_tokens, params.max_tokens) for params in loaded.llm.params[-3:]] == [
+        (8, 8),
+        (12, None),
+        (12, None),
+    ]
 
 
 def test_bench_goes_on_after_an_interruption(
@@ -387,6 +559,40 @@ def test_settings_are_refused_before_the_model_is_loaded(tmp_path: Path) -> None
         result = paceline(*command)
         assert result.exit_code == 2
         assert "no method 'ngrm'; did you mean 'ngram'?" in result.stderr
+
+
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+
+def test_progress_counts_what_it_is_told_to(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter([0.0, 10.0, 30.0, 32.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(seconds))
+    with progress.meter("generating", 500, True, unit="prompts") as tick:
+        for done in (12, 100, 125, 400, 500):
+            tick(done)
+    assert capsys.readouterr().err.splitlines() == [
+        "paceline: generating: 12 of 500 prompts, about 407 s left",  # 10 s / 12 * 488
+        "paceline: generating: 125 of 500 prompts, about 90 s left",  # 30 s / 125 * 375
+        "paceline: generating: 400 of 500 prompts, about 8 s left",
+        "paceline: generating: 500 of 500 prompts",
+    ]
+
+
+def test_progress_counts_bytes_from_where_a_download_was_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter([0.0, 5.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(seconds))
+    with progress.meter("fetching", 2000, True) as tick:
+        for done in (1000, 1500, 2000):
+            tick(done)
+    assert capsys.readouterr().err.splitlines() == [
+        "paceline: fetching: 1 kB of 2 kB",
+        "paceline: fetching: 2 kB of 2 kB, about 5 s left",
+        "paceline: fetching: 2 kB of 2 kB",
+    ]
 
 
 # -- colours -----------------------------------------------------------------------------------------------------------

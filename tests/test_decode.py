@@ -13,6 +13,7 @@ from oracles import ARCHS, VOCAB, Answer, Known, Spy, answer, assert_close, deco
 from torch import Tensor
 
 import paceline.decode
+import paceline.prefix
 from paceline.decode import Request
 from paceline.draft.base import Ask, Drafter, Step
 from paceline.draft.ngram import Ngram
@@ -96,7 +97,7 @@ SWEEP = [
 def test_every_drafter_and_depth_gives_the_same_text(drafter: str, mode: str, K: int) -> None:
     settings: dict[str, Any] = SAMPLED if mode == "sampled" else {}
     k = known(PROMPTS, 24, **settings)
-    rows = decode(oracles.target(), PROMPTS, DRAFTERS[drafter](k, K), depth=K, budget=23, max_tokens=13, **settings)
+    rows = decode(oracles.target(), PROMPTS, DRAFTERS[drafter](k, K), depth=K, budget=95, max_tokens=13, **settings)
     assert texts(rows) == expected(k, 13)
     accepted = [row.stats.num_accepted_tokens for row in rows]
     if drafter in ("oracle", "wide"):
@@ -224,7 +225,7 @@ def test_mlxlm_1914_rollback_across_the_windows_edge(arch: str, length: int) -> 
 
 
 def test_prompts_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paceline.decode, "CHUNK", 16)
+    monkeypatch.setattr(paceline.prefix, "CHUNK", 16)
     for length in (16, 17, 18, 33, 50):
         prompts, spy = [prompt_of(length), prompt_of(2)], Spy(oracles.target("gemma3"))
         k = known(prompts, 12, "gemma3")
@@ -512,7 +513,7 @@ class Recorder(ScriptedTree):
 @pytest.mark.parametrize("taps", [(), (2,), (2, 0, 1)])
 def test_drafters_see_exactly_what_was_kept(taps: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens, what follows them, logits and tapped states of prompt chunks and passes, as the plain model has them."""
-    monkeypatch.setattr(paceline.decode, "CHUNK", 16)
+    monkeypatch.setattr(paceline.prefix, "CHUNK", 16)
     prompt = prompt_of(40)
     k = known([prompt], 40)
     recorder = Recorder(k.wild(4, 12).script, taps, reads_logits=True)

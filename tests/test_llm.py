@@ -209,10 +209,10 @@ def test_transformers_28759_nothing_of_the_caller_is_changed(llm: LLM) -> None:
         ([[]], "the prompt is empty"),
         ([5] * 1025, "1025 tokens, the context holds 1024"),
         ([[3, True]], "text or a list of token ids"),
-        ([[3], [10**6]], "the vocabulary has ids 0 to"),
-        ([[3], [-1]], "the vocabulary has ids 0 to"),
-        (["good", ""], "the prompt is empty"),
-        (["good", "half \ud83d of one"], "surrogates not allowed"),
+        ([[10**6]], "the vocabulary has ids 0 to"),
+        ([[-1]], "the vocabulary has ids 0 to"),
+        (["", []], "the prompt is empty"),
+        (["half \ud83d of one"], "surrogates not allowed"),
     ],
     ids=ascii,
 )
@@ -229,13 +229,33 @@ def test_bad_prompts_are_refused_before_any_work(
 
 
 @pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ([10**6], "the vocabulary has ids 0 to"),
+        ("", "the prompt is empty"),
+        ("half \ud83d of one", "surrogates not allowed"),
+        ([5] * 1025, "1025 tokens, the context holds 1024"),
+    ],
+    ids=ascii,
+)
+def test_a_bad_prompt_among_good_ones_fails_alone(llm: LLM, reference: Any, bad: Any, words: str) -> None:
+    good, failed, last = llm.generate(["the quick", bad, [7, 8, 9]], GREEDY)
+    assert (failed.finish_reason, failed.token_ids, failed.text) == ("error", [], "")
+    assert words in (failed.error or "")
+    assert (good.token_ids, last.token_ids) == (reference("the quick"), reference([7, 8, 9]))
+
+
+@pytest.mark.parametrize(
     ("config", "words"),
     [
         ({"method": "ngrams"}, "no method 'ngrams'; did you mean 'ngram'"),
         ({"method": "eagle"}, "'eagle' is not available in this version"),
         ({"methods": "ngram"}, "no key 'methods'; did you mean 'method'"),
         ({"num_speculative_token": 3}, "did you mean 'num_speculative_tokens'"),
-        ({"tree_top_k": 3}, "'tree_top_k' is not available in this version"),
+        ({"tree_top_k": 3}, "tree_top_k is for method 'draft_model'; the method is 'auto'"),
+        ({"method": "draft_model"}, "'draft_model' needs the draft model"),
+        ({"method": "draft_model", "model": "x", "tree_top_k": 0}, "tree_top_k=0 was given; a whole number from 1 up"),
+        ({"method": "draft_model", "model": "x", "tree_depth": 2, "num_speculative_tokens": 3}, "give one"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens=-1"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens=True"),
         ({"num_draft_tokens": -5}, "num_draft_tokens=-5"),

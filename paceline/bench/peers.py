@@ -18,8 +18,10 @@ PEERS: dict[str, dict[str, Any]] = {
     "transformers": {},
     "transformers-lookup-10": {"prompt_lookup_num_tokens": 10},
     "transformers-lookup-23": {"prompt_lookup_num_tokens": 23},
+    "transformers-assisted": {},
 }
-"""Name of each peer and the arguments of ``generate`` that make it."""
+"""Name of each peer and the settings that make it; the assisted one drafts with the model of method draft_model."""
+ASSISTED = "transformers-assisted"
 
 
 def check(names: Sequence[str]) -> None:
@@ -43,6 +45,8 @@ class Peer:
     settings: Settings
     clock: Clock = time.perf_counter
     kind: str = "peer"
+    assistant: Any = None
+    """The draft model, as `transformers` loads it."""
 
     def answer(self, prompt_ids: list[int], seed: int) -> Answer:
         """Generate after ``prompt_ids``; the new ids are those beyond the prompt."""
@@ -60,7 +64,10 @@ class Peer:
             with torch.random.fork_rng(), torch.inference_mode():
                 torch.manual_seed(seed)
                 start = self.clock()
-                out = self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=self._config())
+                own = {"attention_mask": torch.ones_like(ids), "generation_config": self._config()}
+                if self.assistant is not None:
+                    own["assistant_model"] = self.assistant
+                out = self.model.generate(ids, **own)
                 new = until_stop(out[0, len(prompt_ids) :].tolist(), self.model.generation_config.eos_token_id)
                 seconds = self.clock() - start
         finally:
@@ -83,12 +90,28 @@ def load(names: Sequence[str], llm: Engine, settings: Settings) -> list[Peer]:
     check(names)
     if not names:
         return []
+    if ASSISTED in names:
+        draft_of(settings)
     from paceline import models
 
     options = {key: settings.load[key] for key in ("dtype", "device") if key in settings.load}
     model = models.load_model(llm.source, **options)
     stops_only(model, llm.eos_ids)
-    return [Peer(name, model, llm.tokenizer, settings) for name in names]
+    assistant = None
+    if ASSISTED in names:
+        assistant = models.load_model(models.resolve(draft_of(settings)), **options)
+        stops_only(assistant, llm.eos_ids)
+    return [
+        Peer(name, model, llm.tokenizer, settings, assistant=assistant if name == ASSISTED else None) for name in names
+    ]
+
+
+def draft_of(settings: Settings) -> str:
+    """The draft model that the measured method draft_model uses."""
+    for config in settings.methods.values():
+        if config.get("method") == "draft_model" and config.get("model"):
+            return str(config["model"])
+    raise BadRequest(f"{ASSISTED} needs a draft model: add draft_model to --methods, and --draft-model NAME")
 
 
 def until_stop(ids: list[int], eos: int | list[int] | None) -> list[int]:

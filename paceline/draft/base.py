@@ -38,10 +38,12 @@ class Ask(NamedTuple):
     depth: int
     """Deepest node worth drafting: tokens and context left, and the configured length; deeper ones are cut."""
     law: Callable[[Float[Tensor, "*B V"], Sequence[int]], Float[Tensor, "*B V"]]
-    """(a drafter's logits, drafted ids above) -> log-law under the request's own sampling settings."""
-    rank: Callable[[Float[Tensor, "*B V"], Sequence[int], int], Float[Tensor, "*B V"]]
-    """(a drafter's logits, drafted ids above, position) -> keys to sort candidates by: coupled to the noise of that
-    position when sampling, the processed logits when greedy; filtered tokens come last."""
+    """(a drafter's logits, drafted ids above) -> log-law under the request's own sampling settings. Like `top`, it
+    leaves out `logits_processors`, which are called for decided positions alone."""
+    top: Callable[[Float[Tensor, "V"], Sequence[int], int, int], list[tuple[int, float]]]
+    """(a drafter's logits at a node, drafted ids above, position of its children, k) -> the k best candidates, each
+    with its key: log-law plus the noise of that position when sampling (the first is then the target's own choice
+    wherever both laws agree), the log-law when greedy; tokens that the settings removed come last."""
     draws: Draws
     """The request's randomness: `noise(position)` for coupled drafts, `draft(law)` for independent ones."""
 
@@ -87,6 +89,9 @@ class Drafter(ABC, Generic[S]):
     @abstractmethod
     def observe(self, states: list[S], steps: list[Step]) -> None:
         """Learn what was kept, once after every pass and every further chunk of the prompt."""
+
+    def end(self, state: S) -> None:
+        """The sequence has ended or was given up, also by an error: free what its state holds outside of itself."""
 
 
 class NoDraft(Drafter[None]):
