@@ -11,9 +11,9 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run(name: str, model: Path) -> str:
+def run(name: str, model: Path, *more: Path) -> str:
     """What the example prints. It starts in the model's folder, so that it cannot lean on the repository's."""
-    command = [sys.executable, str(EXAMPLES / name), str(model)]
+    command = [sys.executable, str(EXAMPLES / name), *map(str, (model, *more))]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(EXAMPLES.parent)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=model, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -39,6 +39,42 @@ def test_write_a_drafter(tiny_model: Path) -> None:
     assert "same text without speculation: True" in out
     mine, plain = map(int, re.findall(r"(\d+) passes instead of (\d+)", out)[0])
     assert mine <= plain == 48
+
+
+def test_stops_and_logprobs(tiny_model: Path) -> None:
+    out = run("04_stops_and_logprobs.py", tiny_model)
+    assert re.search(r"ended by '.+' \(stop\): True", out)
+    ((logprobs, tokens),) = re.findall(r"(\d+) log-probs for (\d+) tokens", out)
+    assert logprobs == tokens
+    assert out.count("rank 1;") == int(tokens)  # greedy
+
+
+def test_logits_processor(tiny_model: Path) -> None:
+    out = run("05_logits_processor.py", tiny_model)
+    assert out.count("40 calls for 40 tokens") == 2
+    assert "no token more than 2 times; same text: True" in out
+
+
+def test_many_prompts(tiny_model: Path) -> None:
+    out = run("06_many_prompts.py", tiny_model)
+    assert "'': 'the prompt is empty; at least one token is needed'" in out
+    assert "1 of 11 failed" in out
+    assert out.count("sample ") == 3
+    assert "the prompt was read once: True" in out
+
+
+def test_chat(tiny_model: Path) -> None:
+    out = run("07_chat.py", tiny_model)
+    (first, read), (second, new) = [map(int, found) for found in re.findall(r"(\d+) prompt tokens, (\d+) of", out)]
+    assert first == read
+    assert new < second - first  # all that the first turn read is known
+
+
+def test_draft_model(tiny_model: Path) -> None:
+    out = run("08_draft_model.py", tiny_model, tiny_model)
+    # with the model itself as its draft every guess is right: three and the model's own, but for the last pass
+    assert "chain: 4.00 tokens per pass, same text: True" in out
+    assert "tree: 4.00 tokens per pass, same text: True" in out
 
 
 def test_every_example_is_tested() -> None:
