@@ -183,7 +183,7 @@ class LLM:
             draft = None
             if config.method == "draft_model" and not config.is_plain:
                 draft = self._draft(config.model)
-            drafter = config.drafter(draft)
+            drafter = config.drafter(draft, self._prefixes is not None)
             drafter.bind(self.target)
             if len(self._drafters) == MOST_DRAFTERS:
                 del self._drafters[next(name for name in self._drafters if name != self._config)]

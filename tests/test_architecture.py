@@ -32,7 +32,7 @@ SPINE = {
     "text": (),
     "kernels": ("kernels", "model_cache"),  # the cache folder, where what was compiled is kept
     "target": ("cache", "tree", "kernels"),
-    "draft": ("draft", "tree", "sampling", "cache", "target"),
+    "draft": ("draft", "prefix", "tree", "sampling", "cache", "target"),
     "decode": ("draft", "tree", "sampling", "verify", "cache", "prefix", "text", "target"),
 }
 MODEL_FREE = {"draft.base", "draft.ngram"}  # drafters without a model: neither cache nor target

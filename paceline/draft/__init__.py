@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from paceline.draft.base import Drafter, NoDraft
+from paceline.draft.model import DraftModel
 from paceline.draft.ngram import Ngram
 from paceline.errors import BadRequest, nearest
 from paceline.target import HFTarget
@@ -21,8 +22,6 @@ LATER = frozenset(
 """Keys whose methods are not in this version."""
 METHODS = ("none", "ngram", "draft_model", "auto")
 LATER_METHODS = frozenset(["suffix", "lookahead", "recycle", "early_exit", "medusa", "eagle", "eagle3", "compose"])
-DEPTH = 5
-"""Deepest draft of a draft model unless set: each level costs a pass of it."""
 RULE_NAMES = ("coupled", "block", "standard")
 
 
@@ -37,7 +36,7 @@ class SpeculativeConfig:
     """The draft model of draft_model: a named model, a hub id, a folder, a GGUF file, or a `transformers` model."""
     num_speculative_tokens: int | None = None
     """Deepest draft, in tokens; 0 is plain decoding. None leaves it to the method: ngram drafts as deep as the budget
-    lets it, a draft model as deep as usually pays."""
+    lets it, a draft model as deep as pays by what was accepted so far."""
     num_draft_tokens: int = 23
     """Most nodes verified per pass for a row alone, the root not counted; several rows share a pass of 32."""
     tree_top_k: int | None = None
@@ -126,20 +125,19 @@ class SpeculativeConfig:
     @property
     def depth(self) -> int:
         """Deepest draft in tokens."""
-        if self.num_speculative_tokens is not None:
-            return self.num_speculative_tokens
-        return DEPTH if self.method == "draft_model" else self.num_draft_tokens
+        return self.num_draft_tokens if self.num_speculative_tokens is None else self.num_speculative_tokens
 
     @property
     def is_plain(self) -> bool:
         """Whether nothing is drafted with these settings."""
         return self.method == "none" or self.depth == 0 or self.num_draft_tokens == 0
 
-    def drafter(self, draft: HFTarget | None = None) -> Drafter[Any]:
+    def drafter(self, draft: HFTarget | None = None, reuse_prefix: bool = True) -> Drafter[Any]:
         """A drafter with these settings.
 
         Args:
             draft: the loaded draft model, for draft_model.
+            reuse_prefix: whether it may keep what it read of recent texts.
         """
         if isinstance(self.method, Drafter):
             return self.method
@@ -147,10 +145,13 @@ class SpeculativeConfig:
             return NoDraft()
         if self.method == "draft_model":
             assert draft is not None, "whoever resolves names loads the draft model"
-            from paceline.draft.model import DraftModel
-
-            rule = self.rejection_sample_method
-            return DraftModel(draft, tree_top_k=self.tree_top_k or 1, depth=self.depth, rule=rule)
+            return DraftModel(
+                draft,
+                tree_top_k=self.tree_top_k or 1,
+                depth=self.num_speculative_tokens,
+                rule=self.rejection_sample_method,
+                reuse_prefix=reuse_prefix,
+            )
         return Ngram(self.prompt_lookup_max, self.prompt_lookup_min)
 
 

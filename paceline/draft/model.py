@@ -33,11 +33,20 @@ from torch import Tensor
 from paceline.cache import KVCache
 from paceline.draft.base import Ask, Drafter, Step
 from paceline.errors import BadLogits, BadRequest, IncompatibleDrafter, nearest
+from paceline.prefix import BUDGET, Prefixes
 from paceline.target import Target
 from paceline.tree import Drawn, TokenTree
 
 CHUNK = 512
 """Tokens of a text read per pass."""
+COST = 0.4
+"""A pass of the draft model, in passes of the target: measured for models of 0.5 and 1.5 billion weights on a CPU."""
+MOST = 10
+"""Deepest draft where the depth is left to what is accepted."""
+PRIOR = (3.2, 4.0)
+"""Guesses kept and guesses tested that a text starts with."""
+MEMORY = 0.9
+"""What a pass before counts of the present one: about ten passes are remembered."""
 FEW = 8
 """Unread tokens that are read together with the pending one; more would make rows of logits that nobody needs."""
 SHARES = (0.73, 0.12, 0.05, 0.03)
@@ -60,6 +69,13 @@ class Reading:
     """The pending token, once it was read for a proposal that is not yet observed."""
     nodes: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     """(parent, token) -> (node, staged slot) of the drafted nodes that were read."""
+    text: list[int] = field(default_factory=list)
+    """All committed tokens; the first of them are those that were read."""
+    drafted: int = 0
+    """Depth of the tree that was proposed last."""
+    hits: float = PRIOR[0]
+    tests: float = PRIOR[1]
+    """How many guesses were kept, and how many came to be tested, of late."""
     is_greedy: bool | None = None
     """Whether the request takes the likeliest token; known from the first proposal on."""
 
@@ -67,6 +83,12 @@ class Reading:
     def is_closed(self) -> bool:
         """Nothing will be drafted any more: the text has ended, outgrown the draft's context, or left its ids."""
         return self.alone is None and self.row is None
+
+    def count(self, kept: int) -> None:
+        """Take note of how much of the last proposal was kept."""
+        if self.drafted:
+            self.hits = MEMORY * self.hits + kept
+            self.tests = MEMORY * self.tests + min(kept + 1, self.drafted)
 
     def walk(self, tokens: Sequence[int]) -> list[int]:
         """The staged slots of the longest beginning of `tokens` that was drafted and read."""
@@ -85,19 +107,29 @@ class DraftModel(Drafter[Reading]):
     Args:
         model: the draft model; it may have another dtype, device, context and padded vocabulary than the target.
         tree_top_k: children per node; 1 drafts a chain.
-        depth: deepest draft.
+        depth: deepest draft; None drafts as deep as pays by what was accepted so far, see `worth`.
         rule: the verification rule to draft for. Under `coupled` the best child is the target's own choice wherever
             both laws agree; under `block` and `standard` tokens are drawn from q and the trees bring q.
+        reuse_prefix: keep keys and values of recent texts, so that one which begins like them is read from there on.
     """
 
-    def __init__(self, model: Target, *, tree_top_k: int = 1, depth: int = 5, rule: str = "coupled") -> None:
+    def __init__(
+        self,
+        model: Target,
+        *,
+        tree_top_k: int = 1,
+        depth: int | None = None,
+        rule: str = "coupled",
+        reuse_prefix: bool = True,
+    ) -> None:
         for name, value in (("tree_top_k", tree_top_k), ("depth", depth)):
-            if value < 1:
+            if value is not None and value < 1:
                 raise BadRequest(f"{name}={value} was given; 1 or more is needed")
         if rule not in RULES:
             raise BadRequest(f"no rule {rule!r}{nearest(rule, RULES)}; choose from {RULES}")
         self.model, self.tree_top_k, self.depth, self.rule = model, tree_top_k, depth, rule
         self._vocab_size = model.vocab_size
+        self._prefixes = Prefixes(BUDGET // 2 if reuse_prefix else 0)
         self._pool: KVCache | None = None
         self._rows: list[Reading] = []
         """The sequences in the pool; a state's `row` is its place here."""
@@ -108,8 +140,14 @@ class DraftModel(Drafter[Reading]):
 
     def begin(self, prompt: Step) -> Reading:
         """Read the prompt's first chunk, into a cache of its own."""
-        state = Reading(self.model.new_cache(1, len(prompt.tokens) + 1))
-        self._learn(state, prompt.tokens)
+        cache = self.model.new_cache(1, len(prompt.tokens) + 1)
+        state, known = Reading(cache), 0
+        found = self._prefixes.find([*prompt.tokens, 0])  # the 0 stands for a pending token
+        if found is not None:
+            cache.load(found.kv, found.length)
+            known = found.length
+        state.text = prompt.tokens[:known]
+        self._learn(state, prompt.tokens[known:])
         return state
 
     def propose(self, states: list[Reading], asks: list[Ask]) -> list[TokenTree]:
@@ -124,10 +162,13 @@ class DraftModel(Drafter[Reading]):
             self._read_known(growing)
             while self._read_level(growing):
                 pass
-        return [
+        trees = [
             TokenTree.root(ask.pending) if sketch is None else sketch.tree()
             for sketch, ask in zip(sketches, asks, strict=True)
         ]
+        for state, tree in zip(states, trees, strict=True):
+            state.drafted = max(tree.depth)
+        return trees
 
     def observe(self, states: list[Reading], steps: list[Step]) -> None:
         """Keep the staged slots of the drafted nodes that became text; what was never read is read later."""
@@ -135,6 +176,8 @@ class DraftModel(Drafter[Reading]):
         rests = []
         for state, step in zip(states, steps, strict=True):
             rest = step.tokens
+            state.count(len(rest) - 1)
+            state.drafted = 0
             if state.row is not None and state.root is not None and rest[:1] == [state.root]:
                 paths[state.row] = state.walk(rest[1:])
                 rest = rest[1 + len(paths[state.row]) :]
@@ -148,10 +191,14 @@ class DraftModel(Drafter[Reading]):
             self._learn(state, rest)
 
     def end(self, state: Reading) -> None:
-        """Free the sequence's row; the other rows move up."""
+        """Free the sequence's row; the other rows move up. What was read of it may serve the next text."""
         row = state.row
+        cache = self._pool if state.alone is None else state.alone
+        if cache is not None and not state.is_closed:
+            read = min(self.num_read(state) - (state.root is not None), len(state.text))
+            self._prefixes.keep(state.text[:read], 0, 0, cache, row or 0)
         state.alone, state.row, state.root = None, None, None
-        state.unread, state.nodes = [], {}
+        state.unread, state.nodes, state.text = [], {}, []
         if row is None or self._pool is None:
             return
         del self._rows[row]
@@ -181,6 +228,7 @@ class DraftModel(Drafter[Reading]):
             self.end(state)
             return
         state.unread += tokens
+        state.text += tokens
         while state.alone is not None and state.unread:
             self._read(state.alone, [state.unread[:CHUNK]], logits=False)
             del state.unread[:CHUNK]
@@ -290,7 +338,8 @@ class DraftModel(Drafter[Reading]):
     def _sketch(self, state: Reading, ask: Ask) -> "Sketch | None":
         """The tree to grow for one sequence; none when there is nothing to guess or the pending token has no id."""
         room = self.model.max_positions - self.num_read(state) - len(state.unread)
-        depth = min(self.depth, ask.depth, ask.budget, room)
+        wanted = worth(state.hits / state.tests) if self.depth is None else self.depth
+        depth = min(wanted, ask.depth, ask.budget, room)
         if state.is_closed or depth < 1 or ask.pending >= self.model.vocab_size:
             return None
         return Sketch(state, ask, self.tree_top_k, depth, self.rule != "coupled")
@@ -420,6 +469,16 @@ class Sketch:
                 return False  # every token is banned, and so it is for the target
             self.state.is_greedy = one == other
         return self.state.is_greedy
+
+
+def worth(alpha: float, cost: float = COST, most: int = MOST) -> int:
+    """The depth at which a draft brings the most tokens for its time, 1 to `most`.
+
+    K guesses, each kept with probability alpha if those above it were, bring (1 - alpha^(K+1)) / (1 - alpha) tokens in
+    the time of 1 + K * cost passes of the target (Leviathan et al. 2023, theorem 3.8).
+    """
+    tokens = [sum(alpha**i for i in range(depth + 1)) for depth in range(1, most + 1)]
+    return max(range(1, most + 1), key=lambda depth: tokens[depth - 1] / (1 + depth * cost))
 
 
 def share(rank: int) -> float:
