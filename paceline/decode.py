@@ -313,6 +313,8 @@ def run(
                 row = waiting.popleft()
                 if row.finish_reason is None:
                     batch.admit(row)
+                elif row.params.prompt_logprobs is not None:
+                    batch.score(row)
                 if row.finish_reason is not None:
                     yield row
             batch.arrange()
@@ -356,6 +358,15 @@ class Batch:
             row.finish("abort")
             raise
 
+    def score(self, row: Request) -> None:
+        """Read the prompt of a request that is to write nothing, for its log-probs."""
+        try:
+            prefill(self.target, row, self.prefixes)
+        except BadLogits as error:
+            row.finish("error", str(error))
+        finally:
+            self._forget(row)
+
     def arrange(self) -> None:
         """Put the newly read rows where others have ended, close the gaps that are left, add what is more."""
         gaps = [b for b, row in enumerate(self.rows) if row.finish_reason is not None]
@@ -395,6 +406,8 @@ class Batch:
         if b is not None and self.prefixes is not None:
             # An exception may have come between the commit and the emission of a pass.
             length = min(self.cache.lengths[b], len(row.ids) - 1)
+            if row.finish_reason == "error":  # what it computed last is not to be trusted; the prompt was watched
+                length = min(length, len(row.prompt_ids) - 1)
             exact = min(row.num_exact, length)
             self.prefixes.keep(row.ids[:length], len(row.prompt_ids) - 1, exact, self.cache, b)
         self._forget(row)

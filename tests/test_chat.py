@@ -161,6 +161,14 @@ def test_a_fault_of_ours_does_not_end_the_conversation(talk: Talk) -> None:
     assert talk.code == 0
 
 
+@pytest.fixture(autouse=True)
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C raises, also where the tests run as a job in the background, which is born without it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 # -- Ctrl-C ------------------------------------------------------------------------------------------------------------
 
 
@@ -432,6 +440,7 @@ class Terminal:
     def __init__(self, *command: str) -> None:
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background is born without Ctrl-C
             os.environ.update(TERM="dumb", COLUMNS="80", PYTHONUNBUFFERED="1")
             os.execv(sys.executable, [sys.executable, *command])
         self.seen = ""

@@ -52,7 +52,6 @@ from paceline.params import SamplingParams
         ({"n": 0}, "n is 0; 1 or more"),
         ({"n": True}, "n is True; a whole number"),
         ({"stop": 5}, "stop is 5; a list of strings"),
-        ({"stop": None}, "stop is None; a list of strings"),
         ({"stop": ""}, "stop holds ''; strings of at least one character"),
         ({"stop": ["a", ""]}, "stop holds ''"),
         ({"stop": ["a", 3]}, "stop holds 3"),

@@ -225,6 +225,29 @@ def test_one_row_with_bad_logits_fails_alone() -> None:
     assert len(rows[1].output_ids) == 3
 
 
+def test_a_row_that_failed_leaves_only_its_prompt_behind() -> None:
+    def spoil(logits: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
+        logits[positions >= 12] = torch.nan
+
+    prompt, prefixes = prompt_of(9), Prefixes()
+    (row,) = oracles.requests(oracles.target(), [prompt], max_tokens=8)
+    run_all(Spy(oracles.target(), spoil), [row], prefixes=prefixes)
+    assert row.finish_reason == "error"
+    (again,) = oracles.requests(oracles.target(), [[*row.ids, 3]], max_tokens=8)
+    run_all(oracles.target(), [again], prefixes=prefixes)
+    assert again.stats.num_cached_tokens <= len(prompt) - 1
+    assert again.output_ids == answer(again.prompt_ids, 8).ids
+
+
+def test_a_prompt_can_be_scored_without_writing(tiny_model: Path) -> None:
+    llm, prompt = LLM(tiny_model, threads=1), [3, 4, 5, 6, 7]
+    written, scored = (llm.generate([prompt], SamplingParams(max_tokens=n, prompt_logprobs=2))[0] for n in (2, 0))
+    assert scored.token_ids == []
+    assert scored.finish_reason == "length"
+    assert scored.prompt_logprobs == written.prompt_logprobs
+    assert len(scored.prompt_logprobs or []) == 5
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
