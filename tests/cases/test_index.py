@@ -1,4 +1,4 @@
-"""Which test stands for which public report: thirty-five of them, found in other libraries, and whether we have them."""
+"""Which tests stand for which public report of speculative decoding going wrong, or why a report has none."""
 
 import ast
 import re
@@ -250,7 +250,7 @@ def functions() -> dict[str, set[str]]:
 
 
 def carries(function: str, name: str) -> bool:
-    """Whether a test is named by a report: `test_llamacpp_20_…` is, by llamacpp_20, and `test_llamacpp_20080` is not."""
+    """Whether a test is named by a report: `test_llamacpp_20_x` is, by llamacpp_20, `test_llamacpp_20080` is not."""
     return re.match(rf"test_{name}(_|$)", function) is not None
 
 

@@ -418,7 +418,7 @@ def test_exllamav2_274_through_the_library(
 
 
 def test_sglang_11572_rates_are_pooled() -> None:
-    """1 of 2 and 9 of 10 are 10 of 12, not the mean of two rates; without a draft there is no rate, and never above 1."""
+    """1 of 2 and 9 of 10 are 10 of 12, not the mean of two rates; without a draft there is no rate."""
     few, many, none = Stats(), Stats(), Stats()
     few.record(2, 2, 1)
     many.record(5, 5, 5)

@@ -62,12 +62,13 @@ def test_vllm_42744_every_setting_holds_for_drafted_tokens(mode: str, name: str)
     unset = ScriptedTree(lambda ids: [free[len(ids) - len(PROMPT) :][:5], [ids[-1]] * 5, ids[-6:]])
     both = Known([PROMPT], [answer(PROMPT, 20, **settings)])
     beside = ScriptedTree(lambda ids: [unset.script(ids)[0], both.coming(ids).ids[:5]])  # type: ignore[index]
-    for drafts in (unset, beside, Ngram()):
-        for rule in ("coupled", "block", "standard") if mode == "greedy" else ("coupled",):
-            (row,) = decode(oracles.target(), [PROMPT], drafts, depth=5, rule=rule, max_tokens=20, **settings)
+    for drafts in (unset, Ngram(), beside):
+        for rule in ("coupled", "block", "standard") if mode == "greedy" and drafts is beside else ("coupled",):
+            (row,) = decode(
+                oracles.target(), [PROMPT], drafts, depth=5, budget=10, rule=rule, max_tokens=20, **settings
+            )
             assert row.output_ids == expected
-        if drafts is beside:
-            assert row.stats.num_accepted_tokens > len(expected) // 2
+    assert row.stats.num_accepted_tokens > len(expected) // 2
 
 
 # -- structured output -------------------------------------------------------------------------------------------------
@@ -178,16 +179,17 @@ class Switch(LogitsProcessor):
         return scores.masked_fill(torch.tensor([banned]), -torch.inf)
 
 
-@pytest.mark.parametrize("K", range(1, 9))
+@pytest.mark.parametrize("K", [1, 2, 3, 5, 8])
 def test_lmdeploy_4551_a_rule_switched_on_in_mid_block(K: int) -> None:
     """A marker at every place of the block: the rule holds from the very next token."""
     free = answer(PROMPT, 30, **VARIED).ids
     unruled = ScriptedTree(lambda ids: [free[len(ids) - len(PROMPT) :][:K]])
     plain: Callable[[list[int], torch.Tensor], torch.Tensor]
-    for at in range(0, 9, 2):
+    places = [at for at in range(9) if free[at + 1] not in DIGITS]
+    assert len(places) > 5
+    for at in places:
         expected = answer(PROMPT, 14, logits_processors=[Switch(free[at])], **VARIED).ids
         assert expected[: at + 1] == free[: at + 1]
-        assert free[at + 1] not in DIGITS
         assert set(expected[at + 1 :]) <= set(DIGITS)
 
         def plain(ids: list[int], logits: torch.Tensor, at: int = at) -> torch.Tensor:
