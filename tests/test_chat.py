@@ -458,6 +458,11 @@ class Terminal:
         before, _, self.seen = self.seen.partition(words)
         return before + words
 
+    def press_ctrl_c(self) -> None:
+        """As a person does, who has seen what is shown: readline can miss a signal that comes while it draws."""
+        time.sleep(0.5)
+        self.type("\x03")
+
     def type(self, text: str) -> None:
         os.write(self.fd, text.encode())
 
@@ -479,10 +484,12 @@ def test_in_a_terminal(terminal: Terminal) -> None:
     terminal.type("hello\n")
     shown = terminal.until("> ")
     assert "a␛[2Jb c" in shown  # a model cannot steer the terminal
-    terminal.type("half a line\x03")
+    terminal.type("half a line")
+    terminal.until("half a line")
+    terminal.press_ctrl_c()
     terminal.until("Ctrl-C again leaves")
     terminal.until("> ")
-    terminal.type("\x03")
+    terminal.press_ctrl_c()
     assert terminal.code() == 130
 
 
