@@ -94,7 +94,7 @@ def test_transformers_47932_through_the_loop(
     """A draft whose law is the top 2 of another: q is what was drawn from, under the request's own settings."""
     target, draft = Table([[0.4, 0.3, 0.2, 0.1]] * 4), Table([[0.0, 0.0, 3 / 7, 4 / 7]] * 4)
     drafter = DraftModel(draft, depth=1, rule=rule)
-    wanted = {"temperature": 1.0, "seed": 8, "max_tokens": 400, **settings}
+    wanted = {"temperature": 1.0, "seed": 8, "max_tokens": 300, **settings}
     (row,) = decode(target, [[0]], drafter, depth=1, rule=rule, **wanted)
     is_law(row.output_ids, law)
     # What can be kept is the mass that both laws share.
@@ -109,11 +109,11 @@ def test_eagle_183_through_the_loop(rule: str) -> None:
     """Children that were picked and not drawn, one of them twice, two levels deep: every step keeps its exact law."""
     parents = torch.tensor([-1, 0, 0, 0, 1, 1, 2, 2])
     script = ScriptedTree(lambda ids: TokenTree(torch.tensor([ids[-1], 0, 1, 0, 0, 1, 2, 2]), parents))
-    (row,) = decode(Table(MARKOV), [[0]], script, rule=rule, temperature=1.0, seed=6, max_tokens=1000)
+    (row,) = decode(Table(MARKOV), [[0]], script, rule=rule, temperature=1.0, seed=6, max_tokens=700)
     assert row.stats.acceptance_histogram[2] > 50
     for last, law in enumerate(MARKOV):
         following = [b for a, b in itertools.pairwise(row.output_ids) if a == last]
-        assert len(following) > 100
+        assert len(following) > 60
         is_law(following, law)
 
 
@@ -129,7 +129,7 @@ def test_vllm_6038_a_mixed_batch_with_a_draft_model(rule: str, top_k: int) -> No
         settings = [{"seed": (7, None, 9)[i]} for i in members]
         rows = oracles.requests(
             oracles.target(), [prompts[i] for i in members], drafter, depth=3, budget=6, rule=rule,
-            settings=settings, temperature=1.0, max_tokens=14,
+            settings=settings, temperature=1.0, max_tokens=10,
         )  # fmt: skip
         list(run(oracles.target(), rows, max_rows=max_rows))
         return [row.output_ids for row in rows]
@@ -140,25 +140,33 @@ def test_vllm_6038_a_mixed_batch_with_a_draft_model(rule: str, top_k: int) -> No
         assert [first, last] == alone
     assert texts([1]) != texts([1])
     if rule == "coupled":
-        assert alone == [answer(prompts[i], 14, temperature=1.0, seed=seed).ids for i, seed in ((0, 7), (2, 9))]
+        assert alone == [answer(prompts[i], 10, temperature=1.0, seed=seed).ids for i, seed in ((0, 7), (2, 9))]
     assert torch.equal(torch.get_rng_state(), before)
 
 
 # -- the draft's own cache ---------------------------------------------------------------------------------------------
 
 
-@MODES
-@pytest.mark.parametrize(("top_k", "depth"), [(1, 5), (3, 3)])
+@pytest.mark.parametrize(
+    ("top_k", "depth", "settings"), [(1, 5, GREEDY), (3, 3, SAMPLED)], ids=lambda one: str(one)[:14]
+)
 def test_eagle_336_prompts_that_begin_alike(
     top_k: int, depth: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the target need not read again the draft has read all the same: a twin stays right, for a prompt that shares
-    32 tokens, for the next turn and for the same prompt once more."""
+    """What the target need not read again the draft knows all the same: a twin stays right for a prompt that shares 32
+    tokens, for the next turn and for the same prompt once more, also behind one whose client left in mid block."""
     monkeypatch.setattr(paceline.prefix, "CHUNK", 16)
     shared, prefixes = prompt_of(32, 1), Prefixes()
     drafter = Watched(DraftModel(twin(), tree_top_k=top_k, depth=depth))
     texts, cached = [[*shared, *prompt_of(9, 2)], [*shared, *prompt_of(7, 3)]], []
     for prompt in texts:
+        left = oracles.requests(
+            oracles.target(), [[*prompt[:-2], 8]], drafter, depth=depth, budget=40, max_tokens=20, **settings
+        )
+        leaving = run(oracles.target(), left, prefixes=prefixes)
+        next(leaving)
+        next(leaving)
+        leaving.close()
         row = oracles.requests(oracles.target(), [prompt], drafter, depth=depth, budget=40, max_tokens=20, **settings)[
             0
         ]
@@ -167,7 +175,7 @@ def test_eagle_336_prompts_that_begin_alike(
         cached.append(row.stats.num_cached_tokens)
         if len(texts) < 4:
             texts.append([*row.ids, 5] if len(texts) == 2 else texts[1])
-    assert cached == [0, 32, len(texts[0]) + 19, len(texts[1]) - 1]
+    assert cached == [32, 32, len(texts[0]) + 19, len(texts[1]) - 1]
     assert all(drafter.descended)
     assert len(drafter.trees) >= 4 * 3
 
@@ -191,18 +199,21 @@ def figures(stats: Any) -> dict[str, Any]:
     return {name: value for name, value in stats.to_dict().items() if name not in ("time", "num_cached_tokens")}
 
 
-@MODES
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("rule", "settings"),
+    [("coupled", SAMPLED), ("block", SAMPLED), ("standard", GREEDY)],
+    ids=lambda one: str(one)[:14],
+)
 def test_llamacpp_27852_the_same_call_three_times(rule: str, settings: dict[str, Any]) -> None:
-    """Same ids, same figures, and a long request in between changes nothing for a short one."""
-    drafter = DraftModel(near()[0], tree_top_k=2, depth=3, rule=rule)
+    """Same ids, same figures: neither a long request in between nor the depth it came to drafts at changes a thing."""
+    drafter = DraftModel(near()[0], rule=rule)
     short, long = prompt_of(9, 2), prompt_of(60, 1)
 
     def call(prompt: list[int], drafter: DraftModel = drafter) -> tuple[list[int], dict[str, Any]]:
-        (row,) = decode(oracles.target(), [prompt], drafter, depth=3, budget=8, rule=rule, max_tokens=12, **settings)
+        (row,) = decode(oracles.target(), [prompt], drafter, rule=rule, max_tokens=18, **settings)
         return row.output_ids, figures(row.stats)
 
-    first = call(short, DraftModel(near()[0], tree_top_k=2, depth=3, rule=rule))
+    first = call(short, DraftModel(near()[0], rule=rule))
     assert [call(short), call(short), call(short)] == [first] * 3
     call(long)
     assert call(short) == first
@@ -334,7 +345,7 @@ def test_mlxlm_846_a_recurrent_draft_is_refused(name: str, tiny_model: Path) -> 
 # -- what it costs, counted --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("K", [1, 4, 8])
+@pytest.mark.parametrize("K", [1, 5])
 def test_vllm_16258_passes_of_both_models(K: int) -> None:
     """A draft that knows nothing: no more target passes than tokens, K passes of the draft for each, and each prompt is
     read once, however long it is."""

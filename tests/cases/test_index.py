@@ -31,7 +31,7 @@ REPORTS = {
         ("mlxlm_1470",),
         (
             "test_reports::test_mlxlm_1470_exact_ties",
-            "test_reports::test_mlxlm_1470_differences_in_bfloat16_are_near_ties",
+            "test_reports::test_mlxlm_1470_rounding_decides_near_ties_alone",
         ),
     ),
     3: Report(("transformers_28508",), ("test_verify::test_transformers_28508",)),
@@ -205,10 +205,7 @@ REPORTS = {
             "test_batches::test_llamacpp_20_fifty_mixed_aborts",
         ),
     ),
-    31: Report(
-        ("vllm_15506",),
-        ("test_rows::test_vllm_15506_three_hundred_mixed_calls", "test_reports::test_vllm_15506"),
-    ),
+    31: Report(("vllm_15506",), ("test_rows::test_vllm_15506_three_hundred_mixed_calls",)),
     32: Report(
         ("lmdeploy_4551",),
         (

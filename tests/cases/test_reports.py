@@ -1,24 +1,17 @@
 """Public reports of speculative decoding going wrong, each against this package.
 
-A test carries the report's name. Many stand beside the part they are about:
-
-    test_decode   transformers 47912, 46993; mlx-lm 1914; exllamav2 274; EAGLE 69; vLLM 42744, 13849
-    test_ngram    vLLM 15348, 16258; llama.cpp 27852
-    test_stats    SGLang 11572; vLLM 16258
-    test_text     SGLang 34740
-    test_llm      vLLM 6038; mlx-lm 1591, 846; transformers 28759; llama.cpp 20
+A test carries the report's name. Many stand in other files, beside the part they are about; `test_index` lists all.
 """
 
-import gc
-from pathlib import Path
 from typing import Any
 
 import oracles
 import pytest
 import torch
 from oracles import Known, Spy, Table, answer, decode, prompt_of
+from test_draft_model import near
 
-from paceline import LLM, SamplingParams
+from paceline.draft.model import DraftModel
 from paceline.draft.ngram import Ngram
 from paceline.target import HFTarget
 from paceline.testing import ScriptedTree
@@ -61,14 +54,39 @@ def test_mlxlm_1470_exact_ties(drafter: str) -> None:
     assert row.output_ids == expected.ids[:20]
 
 
+@pytest.mark.parametrize("name", ["none", "script", "ngram", "chain", "tree"])
+def test_mlxlm_1470_rounding_decides_near_ties_alone(name: str) -> None:
+    """Every pass rounds in its own way: where the text parts from plain decoding the logits were as close as that."""
+    rounding, passes, parted = 0.6, torch.Generator().manual_seed(1), 0
+
+    def rounded(logits: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
+        logits += rounding * (2 * torch.rand(logits.shape, generator=passes, dtype=logits.dtype) - 1)
+
+    for prompt in (prompt_of(5), prompt_of(17)):
+        exact = answer(prompt, 40).ids
+        drafts = {
+            "script": ScriptedTree(lambda ids, p=prompt, e=exact: [e[len(ids) - len(p) :][:4], [ids[-1]] * 4]),
+            "ngram": Ngram(),
+            "chain": DraftModel(near()[0], depth=4),
+            "tree": DraftModel(near()[0], tree_top_k=3, depth=3),
+        }
+        (row,) = decode(Spy(oracles.target(), rounded), [prompt], drafts.get(name), budget=9, max_tokens=24)
+        logits = oracles.logits_of(oracles.plain(), row.ids)[len(prompt) - 1 : -1]
+        lost = logits.amax(1) - logits[range(24), row.output_ids]
+        assert float(lost.max()) <= 2 * rounding
+        parted += int((lost > 0).sum())
+        assert name == "none" or row.stats.num_accepted_tokens > 0
+    assert parted > 0
+
+
 @pytest.mark.parametrize("rule", ["coupled", "block", "standard"])
 def test_openvino_2331(rule: str) -> None:
     """A looked-up token is no draw: it is kept as often as the target says it, here a quarter of the time."""
     table = Table([[0.25] * 4] * 4)
-    (row,) = decode(table, [[0]], ScriptedTree(lambda ids: [[2]]), rule=rule, temperature=1.0, seed=5, max_tokens=400)
-    shares = torch.bincount(torch.tensor(row.output_ids), minlength=4) / 400
-    assert float((shares - 0.25).abs().max()) < 0.11  # five standard deviations; always kept would be 1 for id 2
-    assert abs((row.stats.draft_acceptance_rate or 0) - 0.25) < 0.11
+    (row,) = decode(table, [[0]], ScriptedTree(lambda ids: [[2]]), rule=rule, temperature=1.0, seed=5, max_tokens=250)
+    shares = torch.bincount(torch.tensor(row.output_ids), minlength=4) / 250
+    assert float((shares - 0.25).abs().max()) < 0.14  # five standard deviations; always kept would be 1 for id 2
+    assert abs((row.stats.draft_acceptance_rate or 0) - 0.25) < 0.14
     assert all(torch.equal(logits, before) for logits, before in table.given)
 
 
@@ -111,22 +129,3 @@ def test_lmdeploy_4671() -> None:
     assert {row.finish_reason for row in rows} == {"stop", "length"}
     for positions, begins in zip(spy.positions, spy.begins, strict=True):
         assert all(row[0] == begin for row, begin in zip(positions, begins, strict=True))
-
-
-def test_vllm_15506(tiny_model: Path) -> None:
-    """Nothing is held when a call is over: as many live tensors after 40 calls as after 10, some aborted."""
-    llm = LLM(tiny_model, threads=1)
-    params, counts = SamplingParams(temperature=0.0, max_tokens=4), []
-    for call in range(40):
-        config = None if call % 2 else {"method": "ngram"}
-        if call % 5 == 4:
-            stream = llm.stream([3, 4, 3, 4], params, speculative_config=config)
-            next(stream)
-            stream.close()
-            del stream
-        else:
-            llm.generate([[3, 4, 3], [5]], params, speculative_config=config)
-        if call in (9, 39):
-            gc.collect()
-            counts.append(sum(1 for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)))
-    assert counts[0] == counts[1]

@@ -64,7 +64,9 @@ def same(found: dict[int, Any], raw: torch.Tensor, token: int, count: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"), [*((name, GREEDY) for name in DRAFTERS), ("mix", FILTERED), ("tree", FILTERED)], ids=str
+    ("name", "settings"),
+    [*((name, GREEDY) for name in DRAFTERS if name != "anti"), ("mix", FILTERED), ("tree", FILTERED)],
+    ids=str,
 )
 def test_llamacpp_27972_log_probs_of_drafted_tokens(name: str, settings: dict[str, Any]) -> None:
     """Accepted, corrected and bonus tokens have the log-softmax of the model's raw logits, as in plain decoding: before
@@ -134,7 +136,7 @@ def test_transformers_47912_two_ends_and_an_end_of_the_targets_own(name: str, K:
 
 
 @pytest.mark.parametrize("name", ["oracle", "wild", "tree"])
-@pytest.mark.parametrize("K", [1, 4, 10])
+@pytest.mark.parametrize("K", [1, 8])
 def test_transformers_47912_the_next_turn_reads_on_behind_the_end(name: str, K: int) -> None:
     """Nothing behind the end was kept: a turn that goes on just like the dropped draft finds the shown text alone."""
     prompt = prompt_of(21)
@@ -177,16 +179,23 @@ def test_transformers_47912_turns_through_the_library(tiny_model: Path, tiny_dra
 LETTERS = "abcdefghijklmnopSTOPQ"
 
 
+@functools.cache
+def speller() -> LLM:
+    """A model whose tokenizer has one token per letter."""
+    from tokenizers import decoders
+
+    tokenizer = of_words(["<s>", *dict.fromkeys(LETTERS)], decoders.Fuse(), bos_token="<s>")
+    return LLM.of(oracles.tiny("llama", vocab_size=len(tokenizer)), tokenizer, reuse_prefix=False)
+
+
 def says(said: str, most: int, stop: list[str], script: Callable[[str, int], list[str]], K: int, **more: Any) -> Any:
     """An answer spelled letter by letter, streamed with drafts that are written as strings; the pieces and the whole.
 
     `script` is given the text so far and K.
     """
-    from tokenizers import decoders
-
-    tokenizer = of_words(["<s>", *dict.fromkeys(LETTERS)], decoders.Fuse(), bos_token="<s>")
+    llm = speller()
+    tokenizer = llm.tokenizer
     spelled = tokenizer.convert_tokens_to_ids
-    llm = LLM.of(oracles.tiny("llama", vocab_size=len(tokenizer)), tokenizer)
     llm.target = Says(spelled(list(said)), 2, len(tokenizer))  # type: ignore[assignment]
 
     def drafts(ids: list[int]) -> list[list[int]]:
@@ -259,7 +268,7 @@ def test_sglang_23802_a_stop_string_inside_one_token(llm: LLM, tokenizer: Any, K
 
 
 @pytest.mark.parametrize(
-    ("method", "K"), [*(("ngram", K) for K in range(1, 9)), ("draft_model", 1), ("draft_model", 5)]
+    ("method", "K"), [("ngram", 1), ("ngram", 3), ("ngram", 8), ("draft_model", 1), ("draft_model", 5)]
 )
 def test_transformers_46993_usage_and_stream(llm: LLM, tiny_draft: Path, reference: Any, method: str, K: int) -> None:
     """The ids, the usage and what was streamed agree for every limit, and the figures count what was emitted."""

@@ -1,5 +1,6 @@
 """Public reports about settings and rules that held for some tokens of an answer only: drafted ones escaped them."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,12 +58,13 @@ def test_vllm_42744_every_setting_holds_for_drafted_tokens(mode: str, name: str)
     """The draft is the text without the setting, in whole blocks; what comes is the text with it."""
     free = free_text(mode)
     settings = {**(GREEDY if mode == "greedy" else SAMPLED), **changes(free)[name]}
-    expected = answer(PROMPT, 20, **settings).ids
+    known = answer(PROMPT, 20, **settings)
+    expected = known.ids
     assert expected != free[: len(expected)]
     unset = ScriptedTree(lambda ids: [free[len(ids) - len(PROMPT) :][:5], [ids[-1]] * 5, ids[-6:]])
-    both = Known([PROMPT], [answer(PROMPT, 20, **settings)])
+    both = Known([PROMPT], [known])
     beside = ScriptedTree(lambda ids: [unset.script(ids)[0], both.coming(ids).ids[:5]])  # type: ignore[index]
-    for drafts in (unset, Ngram(), beside):
+    for drafts in (unset, beside):
         for rule in ("coupled", "block", "standard") if mode == "greedy" and drafts is beside else ("coupled",):
             (row,) = decode(
                 oracles.target(), [PROMPT], drafts, depth=5, budget=10, rule=rule, max_tokens=20, **settings
@@ -117,7 +119,7 @@ def letters(mode: str, K: int) -> ScriptedTree:
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
 @pytest.mark.parametrize(
     ("name", "K"),
-    [*(("letters", K) for K in range(1, 9)), *(("oracle", K) for K in range(1, 9)), *((n, 4) for n in DRAFTERS)],
+    [*(("letters", K) for K in range(1, 9)), *(("oracle", K) for K in (1, 2, 5, 8)), *((n, 4) for n in DRAFTERS)],
 )
 def test_lmdeploy_4551_five_digits_and_the_end(name: str, K: int, mode: str) -> None:
     """Whatever is drafted; after every pass the rule has been through the committed text and through nothing else."""
@@ -125,9 +127,9 @@ def test_lmdeploy_4551_five_digits_and_the_end(name: str, K: int, mode: str) -> 
     k = ruled(settings)
     expected = k.answers[0].ids
     assert (len(expected), expected[-1], set(expected[:-1]) <= set(DIGITS)) == (6, END, True)
-    for rule in ("coupled", "standard"):
+    for rule in ("coupled", "standard") if name == "letters" else ("coupled",):
         own = FiveDigits(len(PROMPT))
-        drafts: Drafter[Any] = letters(mode, K) if name == "letters" or rule == "standard" else drafter(name, k, K)
+        drafts: Drafter[Any] = letters(mode, K) if name == "letters" else drafter(name, k, K)
         (row,) = oracles.requests(
             oracles.target(), [PROMPT], drafts, depth=K, budget=3 * K, rule=rule, eos=[END],
             logits_processors=[own], max_tokens=20, **settings,
@@ -139,7 +141,7 @@ def test_lmdeploy_4551_five_digits_and_the_end(name: str, K: int, mode: str) -> 
         assert set(row.output_ids[:-1]) <= set(DIGITS)
         if rule == "coupled" or mode == "greedy":
             assert row.output_ids == expected
-        if name == "oracle" and rule == "coupled":
+        if name == "oracle":
             assert row.stats.num_target_passes == -(-6 // (K + 1))  # what is legal and right is kept, the end too
 
 
@@ -149,18 +151,18 @@ def test_lmdeploy_4551_the_law_is_the_masked_one(rule: str) -> None:
     table = Table([[0.2, 0.15, 0.1, 0.05, 0.2, 0.1, 0.1, 0.1]] * 8)
     script = ScriptedTree(lambda ids: [[7], [0, 4], [4, 5]] if len(ids) % 6 == 0 else [[4], [1, 1, 1], [7]])
     (row,) = decode(
-        table, [[0]], script, rule=rule, depth=3, temperature=1.0, seed=2, max_tokens=480,
+        table, [[0]], script, rule=rule, depth=3, temperature=1.0, seed=2, max_tokens=360,
         logits_processors=[FiveDigits(1, range(4), 7)],
     )  # fmt: skip
     ids = torch.tensor(row.output_ids).view(-1, 6)
     assert (ids[:, 5] == 7).all()
     shares = torch.bincount(ids[:, :5].flatten(), minlength=8) / ids[:, :5].numel()
     wanted = torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0, 0.0, 0.0, 0.0])
-    assert float((shares - wanted).abs().max()) < 4 * 0.5 / 400**0.5
+    assert float((shares - wanted).abs().max()) < 4 * 0.5 / 300**0.5
     assert shares[4:].sum() == 0
     # Wherever a pass began in front of the seventh token it was drafted, and one of one is kept.
     drafted = torch.tensor(row.from_draft).view(-1, 6)[:, 5]
-    assert drafted.sum() > 25
+    assert drafted.sum() > 20
     behind_a_pass = ~torch.tensor(row.from_draft).view(-1, 6)[:, 4]
     assert drafted[:-1][behind_a_pass[:-1]].all()  # the very last token is not worth a draft
 
@@ -179,7 +181,13 @@ class Switch(LogitsProcessor):
         return scores.masked_fill(torch.tensor([banned]), -torch.inf)
 
 
-@pytest.mark.parametrize("K", [1, 2, 3, 5, 8])
+@functools.cache
+def switched(marker: int) -> list[int]:
+    """The text under the rule."""
+    return answer(PROMPT, 14, logits_processors=[Switch(marker)], **VARIED).ids
+
+
+@pytest.mark.parametrize("K", [1, 3, 5, 8])
 def test_lmdeploy_4551_a_rule_switched_on_in_mid_block(K: int) -> None:
     """A marker at every place of the block: the rule holds from the very next token."""
     free = answer(PROMPT, 30, **VARIED).ids
@@ -188,7 +196,7 @@ def test_lmdeploy_4551_a_rule_switched_on_in_mid_block(K: int) -> None:
     places = [at for at in range(9) if free[at + 1] not in DIGITS]
     assert len(places) > 5
     for at in places:
-        expected = answer(PROMPT, 14, logits_processors=[Switch(free[at])], **VARIED).ids
+        expected = switched(free[at])
         assert expected[: at + 1] == free[: at + 1]
         assert set(expected[at + 1 :]) <= set(DIGITS)
 
@@ -196,7 +204,7 @@ def test_lmdeploy_4551_a_rule_switched_on_in_mid_block(K: int) -> None:
             banned = [free[at] in ids[len(PROMPT) :] and token not in DIGITS for token in range(len(logits))]
             return logits.masked_fill(torch.tensor(banned), -torch.inf)
 
-        for processor in (Switch(free[at]), plain):
+        for processor in (Switch(free[at]), plain) if K == 5 else (Switch(free[at]),):
             (row,) = decode(
                 oracles.target(), [PROMPT], unruled, depth=K, max_tokens=14, logits_processors=[processor], **VARIED
             )
