@@ -9,7 +9,7 @@ import oracles
 import pytest
 import torch
 from oracles import Known, Spy, answer, prompt_of
-from standins import GREEDY, SAMPLED, drafter
+from standins import SAMPLED, drafter
 from transformers import AutoModelForCausalLM
 
 import paceline.prefix
@@ -23,35 +23,30 @@ from paceline.prefix import Prefixes
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("max_rows", "settings"), [(1, GREEDY), (2, SAMPLED), (3, GREEDY)], ids=lambda one: str(one)[:16]
-)
-def test_lmdeploy_4671_rows_that_replace_each_other(
-    max_rows: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lmdeploy_4671_rows_that_replace_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts that begin alike, stop ids of each row's own (the id of padding slots among them), mixed drafters, twice
     with one store of prefixes: every row is its solo run, and a row that has ended stays as it is."""
     monkeypatch.setattr(paceline.prefix, "CHUNK", 8)
     base = prompt_of(30)
     prompts = [base[:3], base[:7], [*base[:12], 5], base[:5], [*base[:20], 3, 4], base[:24], [*base[:16], 9], base[:12]]
-    answers = [answer(prompt, 24, **settings) for prompt in prompts]
+    answers = [answer(prompt, 16, **SAMPLED) for prompt in prompts]
     k = Known(prompts, answers)
     texts = [one.ids for one in answers]
     stops: list[list[int]] = [
         [texts[0][4]], [texts[1][9]], [], [texts[0][4], texts[3][6]], [0], [texts[5][0]], [0, texts[6][11]], [95],
     ]  # fmt: skip
-    ends = [next((i + 1 for i, token in enumerate(ids[:16]) if token in stop), 16) for ids, stop in zip(texts, stops)]
+    ends = [next((i + 1 for i, token in enumerate(ids[:12]) if token in stop), 12) for ids, stop in zip(texts, stops)]
     assert len(set(ends)) > 3
     shared = drafter("tree", k, 3)
     drafters: list[Drafter[Any]] = [shared, k.wild(4, 10), Ngram(), k.mix(3), shared, NoDraft(), shared, k.oracle(5)]
     prefixes, spy = Prefixes(), Spy(oracles.target())
     for _ in range(2):
         rows = oracles.requests(
-            spy, prompts, drafters, depth=5, settings=[{"stop_token_ids": stop} for stop in stops], max_tokens=16,
-            **settings,
+            spy, prompts, drafters, depth=5, settings=[{"stop_token_ids": stop} for stop in stops], max_tokens=12,
+            **SAMPLED,
         )  # fmt: skip
         ended: set[int] = set()
-        for row in run(spy, rows, max_rows=max_rows, prefixes=prefixes):
+        for row in run(spy, rows, max_rows=3, prefixes=prefixes):
             assert id(row) not in ended, "a row that had ended went on"
             ended |= {id(row)} if row.finish_reason else set()
         for row, ids, end, stop in zip(rows, texts, ends, stops, strict=True):
@@ -88,7 +83,7 @@ PROMPT = [4, 5, 6, 4, 5]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=36)
 
 
-@pytest.mark.parametrize(("name", "how"), [*((name, "close") for name in METHODS), ("tree", "drop")])
+@pytest.mark.parametrize(("name", "how"), [("ngram", "close"), ("tree", "close"), ("tree", "drop")])
 def test_llamacpp_20_a_client_that_leaves(
     tiny_model: Path, tiny_draft: Path, whole: list[int], name: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,7 +118,7 @@ def test_llamacpp_20_a_client_that_leaves(
         assert (sample.finish_reason, sample.begun) == ("abort", False)
         if isinstance(used, DraftModel):
             assert (used._rows, used._pool) == ([], None)
-        if taken in (5, 10):
+        if taken in (1, 10):
             assert llm.generate(PROMPT, PARAMS)[0].token_ids == whole
 
 
@@ -139,11 +134,11 @@ def test_llamacpp_20_fifty_mixed_aborts(tiny_model: Path, tiny_draft: Path, whol
         config = configs[call % 4]
         many = SamplingParams(seed=call, max_tokens=20, n=1 + call % 3)
         stream = llm.stream([7 + call % 3, 8, 7], many, speculative_config=config)
-        for _ in itertools.islice(stream, call % 7):
+        for _ in itertools.islice(stream, call % 4):
             pass
         stream.close()
         del stream
-        if call % 6 == 5:
+        if call % 12 == 11:
             outputs = llm.generate([PROMPT, [9, 8, 7, 6]], short, speculative_config=config)
             assert outputs[0].token_ids == whole[:8]
             kept += next(patient).token_ids

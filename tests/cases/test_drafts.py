@@ -34,8 +34,7 @@ RULES = ("coupled", "block", "standard")
 # -- positions and attention -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 17])
-@pytest.mark.parametrize("K", [1, 4])
+@pytest.mark.parametrize(("length", "K"), [(1, 4), (2, 1), (17, 4)])
 def test_transformers_30042_with_a_draft_model(length: int, K: int) -> None:
     """Both models read every block at the positions that follow what their caches hold."""
     prompt = prompt_of(length)
@@ -98,7 +97,7 @@ def test_transformers_47932_through_the_loop(
 ) -> None:
     """The q of a draft model is what its guesses were drawn from: its law under the request's own settings."""
     drafter = DraftModel(Table([draft] * 4), depth=1, rule=rule)
-    wanted = {"temperature": 1.0, "seed": 8, "max_tokens": 300, **settings}
+    wanted = {"temperature": 1.0, "seed": 8, "max_tokens": 100 if rate == 0.0 else 200, **settings}
     (row,) = decode(Table([target] * 4), [[0]], drafter, depth=1, rule=rule, **wanted)
     is_law(row.output_ids, law)
     # What can be kept is the mass that both laws share.
@@ -108,20 +107,19 @@ def test_transformers_47932_through_the_loop(
 MARKOV = [[0.5, 0.3, 0.15, 0.05], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25], [0.7, 0.1, 0.1, 0.1]]
 
 
-@pytest.mark.parametrize("rule", ["block", "standard"])
-def test_eagle_183_through_the_loop(rule: str) -> None:
+def test_eagle_183_through_the_loop() -> None:
     """Children that were picked and not drawn, one of them twice, two levels deep: every step keeps its exact law."""
     parents = torch.tensor([-1, 0, 0, 0, 1, 1, 2, 2])
     script = ScriptedTree(lambda ids: TokenTree(torch.tensor([ids[-1], 0, 1, 0, 0, 1, 2, 2]), parents))
-    (row,) = decode(Table(MARKOV), [[0]], script, rule=rule, temperature=1.0, seed=6, max_tokens=700)
-    assert row.stats.acceptance_histogram[2] > 50
+    (row,) = decode(Table(MARKOV), [[0]], script, rule="standard", temperature=1.0, seed=6, max_tokens=500)
+    assert row.stats.acceptance_histogram[2] > 30
     for last, law in enumerate(MARKOV):
         following = [b for a, b in itertools.pairwise(row.output_ids) if a == last]
-        assert len(following) > 60
+        assert len(following) > 40
         is_law(following, law)
 
 
-@pytest.mark.parametrize(("rule", "top_k"), [("coupled", 2), ("block", 1), ("standard", 2)])
+@pytest.mark.parametrize(("rule", "top_k"), [("coupled", 2), ("block", 1)])
 def test_vllm_6038_a_mixed_batch_with_a_draft_model(rule: str, top_k: int) -> None:
     """Rows 0 and 2 of [seed 7, no seed, seed 9] are their solo runs, whoever shares the draft's passes; the global
     generator is left alone."""
@@ -139,9 +137,8 @@ def test_vllm_6038_a_mixed_batch_with_a_draft_model(rule: str, top_k: int) -> No
         return [row.output_ids for row in rows]
 
     alone = [texts([0])[0], texts([2])[0]]
-    for max_rows in (None, 2):
-        first, _, last = texts([0, 1, 2], max_rows)
-        assert [first, last] == alone
+    first, _, last = texts([0, 1, 2], max_rows=2 if rule == "block" else None)
+    assert [first, last] == alone
     assert texts([1]) != texts([1])
     if rule == "coupled":
         assert alone == [answer(prompts[i], 10, temperature=1.0, seed=seed).ids for i, seed in ((0, 7), (2, 9))]
@@ -205,7 +202,7 @@ def figures(stats: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("rule", "settings"),
-    [("coupled", SAMPLED), ("block", SAMPLED), ("standard", GREEDY)],
+    [("coupled", SAMPLED), ("standard", SAMPLED)],
     ids=lambda one: str(one)[:14],
 )
 def test_llamacpp_27852_the_same_call_three_times(rule: str, settings: dict[str, Any]) -> None:
@@ -214,7 +211,7 @@ def test_llamacpp_27852_the_same_call_three_times(rule: str, settings: dict[str,
     short, long = prompt_of(9, 2), prompt_of(60, 1)
 
     def call(prompt: list[int], drafter: DraftModel = drafter) -> tuple[list[int], dict[str, Any]]:
-        (row,) = decode(oracles.target(), [prompt], drafter, rule=rule, max_tokens=18, **settings)
+        (row,) = decode(oracles.target(), [prompt], drafter, rule=rule, max_tokens=14, **settings)
         return row.output_ids, figures(row.stats)
 
     first = call(short, DraftModel(near()[0], rule=rule))
@@ -252,8 +249,7 @@ def test_transformers_28759_a_depth_reaches_the_draft() -> None:
 # -- vocabularies ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"seed": 3}], ids=str)
-@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize(("top_k", "settings"), [(1, {"temperature": 0.0}), (3, {"seed": 3})], ids=str)
 def test_vllm_13849_a_padded_draft_in_the_library(tiny_model: Path, top_k: int, settings: dict[str, Any]) -> None:
     """Padding that the draft finds likeliest of all is never proposed, fed to either model or emitted."""
     draft = AutoModelForCausalLM.from_pretrained(tiny_model)
@@ -349,7 +345,7 @@ def test_mlxlm_846_a_recurrent_draft_is_refused(name: str, tiny_model: Path) -> 
 # -- what it costs, counted --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("K", [1, 5])
+@pytest.mark.parametrize("K", [4])
 def test_vllm_16258_passes_of_both_models(K: int) -> None:
     """A draft that knows nothing: no more target passes than tokens, K passes of the draft for each, and each prompt is
     read once, however long it is."""

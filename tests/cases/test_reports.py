@@ -22,13 +22,13 @@ from paceline.testing import ScriptedTree
 def test_transformers_30042(length: int, K: int) -> None:
     """Greedy text with a one-token prompt: the positions of a block did not go on where the cache ended."""
     prompt = prompt_of(length)
-    k = Known([prompt], [answer(prompt, 50)])
+    k = Known([prompt], [answer(prompt, 26)])
     spy = Spy(oracles.target())
-    (row,) = decode(spy, [prompt], k.mix(K), depth=K, max_tokens=40)
-    assert row.output_ids == k.answers[0].ids[:40]
+    (row,) = decode(spy, [prompt], k.mix(K), depth=K, max_tokens=16)
+    assert row.output_ids == k.answers[0].ids[:16]
     for (positions,), (begin,) in zip(spy.positions, spy.begins, strict=True):
         assert positions == list(range(begin, begin + len(positions)))
-    assert spy.begins[-1][0] == length + 40 - 1 - len(row.ids[spy.begins[-1][0] + 1 :])
+    assert spy.begins[-1][0] == length + 16 - 1 - len(row.ids[spy.begins[-1][0] + 1 :])
 
 
 @pytest.mark.parametrize("drafter", ["oracle", "anti", "wild"])
@@ -54,7 +54,7 @@ def test_mlxlm_1470_exact_ties(drafter: str) -> None:
     assert row.output_ids == expected.ids[:20]
 
 
-@pytest.mark.parametrize("name", ["none", "script", "ngram", "chain", "tree"])
+@pytest.mark.parametrize("name", ["script", "ngram", "tree"])
 def test_mlxlm_1470_rounding_decides_near_ties_alone(name: str) -> None:
     """Every pass rounds in its own way: where the text parts from plain decoding the logits were as close as that."""
     rounding, passes, parted = 0.6, torch.Generator().manual_seed(1), 0
@@ -67,15 +67,14 @@ def test_mlxlm_1470_rounding_decides_near_ties_alone(name: str) -> None:
         drafts = {
             "script": ScriptedTree(lambda ids, p=prompt, e=exact: [e[len(ids) - len(p) :][:4], [ids[-1]] * 4]),
             "ngram": Ngram(),
-            "chain": DraftModel(near()[0], depth=4),
             "tree": DraftModel(near()[0], tree_top_k=3, depth=3),
         }
-        (row,) = decode(Spy(oracles.target(), rounded), [prompt], drafts.get(name), budget=9, max_tokens=24)
+        (row,) = decode(Spy(oracles.target(), rounded), [prompt], drafts[name], budget=9, max_tokens=24)
         logits = oracles.logits_of(oracles.plain(), row.ids)[len(prompt) - 1 : -1]
         lost = logits.amax(1) - logits[range(24), row.output_ids]
         assert float(lost.max()) <= 2 * rounding
         parted += int((lost > 0).sum())
-        assert name == "none" or row.stats.num_accepted_tokens > 0
+        assert row.stats.num_accepted_tokens > 0
     assert parted > 0
 
 
@@ -83,10 +82,10 @@ def test_mlxlm_1470_rounding_decides_near_ties_alone(name: str) -> None:
 def test_openvino_2331(rule: str) -> None:
     """A looked-up token is no draw: it is kept as often as the target says it, here a quarter of the time."""
     table = Table([[0.25] * 4] * 4)
-    (row,) = decode(table, [[0]], ScriptedTree(lambda ids: [[2]]), rule=rule, temperature=1.0, seed=5, max_tokens=250)
-    shares = torch.bincount(torch.tensor(row.output_ids), minlength=4) / 250
-    assert float((shares - 0.25).abs().max()) < 0.14  # five standard deviations; always kept would be 1 for id 2
-    assert abs((row.stats.draft_acceptance_rate or 0) - 0.25) < 0.14
+    (row,) = decode(table, [[0]], ScriptedTree(lambda ids: [[2]]), rule=rule, temperature=1.0, seed=5, max_tokens=150)
+    shares = torch.bincount(torch.tensor(row.output_ids), minlength=4) / 150
+    assert float((shares - 0.25).abs().max()) < 0.18  # five standard deviations; always kept would be 1 for id 2
+    assert abs((row.stats.draft_acceptance_rate or 0) - 0.25) < 0.18
     assert all(torch.equal(logits, before) for logits, before in table.given)
 
 
@@ -98,7 +97,7 @@ def test_vllm_6038_seeds_under_every_rule(rule: str) -> None:
 
     def texts(*seeds: int | None, drafter: Any = moody) -> list[list[int]]:
         rows = decode(
-            table, [[1]] * len(seeds), drafter, rule=rule, temperature=1.0, max_tokens=30,
+            table, [[1]] * len(seeds), drafter, rule=rule, temperature=1.0, max_tokens=20,
             settings=[{"seed": seed} for seed in seeds],
         )  # fmt: skip
         return [row.output_ids for row in rows]

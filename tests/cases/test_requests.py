@@ -10,7 +10,7 @@ import oracles
 import pytest
 import torch
 from oracles import Known, Spy, answer, decode, prompt_of
-from standins import DRAFTERS, GREEDY, VARIED, Says, drafter
+from standins import GREEDY, VARIED, Says, drafter
 from test_text import of_words
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -65,7 +65,7 @@ def same(found: dict[int, Any], raw: torch.Tensor, token: int, count: int) -> No
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [*((name, GREEDY) for name in DRAFTERS if name != "anti"), ("mix", FILTERED), ("tree", FILTERED)],
+    [*((name, GREEDY) for name in ("oracle", "mix", "tree")), ("wild", FILTERED), ("tree", FILTERED)],
     ids=str,
 )
 def test_llamacpp_27972_log_probs_of_drafted_tokens(name: str, settings: dict[str, Any]) -> None:
@@ -74,7 +74,7 @@ def test_llamacpp_27972_log_probs_of_drafted_tokens(name: str, settings: dict[st
     prompt = prompt_of(9)
     k = known(prompt, **settings)
     asked = {"logprobs": 3, "prompt_logprobs": 2, "max_tokens": 24, **settings}
-    for rule in ("coupled", "standard", "block") if settings is GREEDY and name == "mix" else ("coupled",):
+    for rule in ("coupled", "standard") if settings is GREEDY and name == "mix" else ("coupled",):
         drafts = drafter(name, k, 4)
         (row,) = decode(oracles.target(), [prompt], drafts, depth=4, budget=12, rule=rule, **asked)
         assert row.output_ids == k.answers[0].ids[:24]
@@ -96,13 +96,13 @@ def test_llamacpp_27972_log_probs_of_drafted_tokens(name: str, settings: dict[st
         same(found, raw, token, 2)
 
 
-@pytest.mark.parametrize("name", ["oracle", "wild", "tree"])
+@pytest.mark.parametrize("name", ["oracle", "tree"])
 def test_llamacpp_27972_as_many_log_probs_as_tokens(name: str) -> None:
     """Also when a stop or the limit falls inside a block."""
     prompt = prompt_of(5)
     k = known(prompt, 24, **VARIED)
     ids = k.answers[0].ids
-    for count in (1, 2, 5, 7, 8):
+    for count in (1, 4, 8):
         for end in ({"eos": [ids[count - 1]], "max_tokens": 20}, {"max_tokens": count}):
             (row,) = decode(oracles.target(), [prompt], drafter(name, k, 6), depth=6, logprobs=0, **end, **VARIED)
             assert [list(found) for found in row.logprobs] == [[token] for token in ids[:count]]
@@ -135,28 +135,24 @@ def test_transformers_47912_two_ends_and_an_end_of_the_targets_own(name: str, K:
             assert row.from_draft == [True] * K + [False]  # the bonus token was the end
 
 
-@pytest.mark.parametrize("name", ["oracle", "wild", "tree"])
-@pytest.mark.parametrize("K", [1, 8])
-def test_transformers_47912_the_next_turn_reads_on_behind_the_end(name: str, K: int) -> None:
+@pytest.mark.parametrize(("name", "K", "index"), [("oracle", 1, 2), ("oracle", 8, 6), ("wild", 6, 2), ("tree", 3, 6)])
+def test_transformers_47912_the_next_turn_reads_on_behind_the_end(name: str, K: int, index: int) -> None:
     """Nothing behind the end was kept: a turn that goes on just like the dropped draft finds the shown text alone."""
     prompt = prompt_of(21)
     k = known(prompt, 24, **VARIED)
     ids = k.answers[0].ids
-    for index in (2, 6):
-        prefixes, spy = Prefixes(), Spy(oracles.target())
-        (first,) = oracles.requests(
-            spy, [prompt], drafter(name, k, K), depth=K, eos=[ids[index]], max_tokens=20, **VARIED
-        )
-        list(run(spy, [first], prefixes=prefixes))
-        assert first.ids == [*prompt, *ids[: index + 1]]
-        turn = [*first.ids, *ids[index + 1 : index + 5], 9]
-        known_turn = known(turn, 20)
-        (second,) = oracles.requests(spy, [turn], drafter(name, known_turn, K), depth=K, max_tokens=12)
-        passes = len(spy.positions)
-        list(run(spy, [second], prefixes=prefixes))
-        assert second.stats.num_cached_tokens == len(first.ids) - 1
-        assert spy.positions[passes][0][0] == len(first.ids) - 1
-        assert second.output_ids == known_turn.answers[0].ids[:12]
+    prefixes, spy = Prefixes(), Spy(oracles.target())
+    (first,) = oracles.requests(spy, [prompt], drafter(name, k, K), depth=K, eos=[ids[index]], max_tokens=20, **VARIED)
+    list(run(spy, [first], prefixes=prefixes))
+    assert first.ids == [*prompt, *ids[: index + 1]]
+    turn = [*first.ids, *ids[index + 1 : index + 5], 9]
+    known_turn = known(turn, 20)
+    (second,) = oracles.requests(spy, [turn], drafter(name, known_turn, K), depth=K, max_tokens=12)
+    passes = len(spy.positions)
+    list(run(spy, [second], prefixes=prefixes))
+    assert second.stats.num_cached_tokens == len(first.ids) - 1
+    assert spy.positions[passes][0][0] == len(first.ids) - 1
+    assert second.output_ids == known_turn.answers[0].ids[:12]
 
 
 def test_transformers_47912_turns_through_the_library(tiny_model: Path, tiny_draft: Path, reference: Any) -> None:
@@ -221,7 +217,6 @@ TEXT = "abcSTOPdefghijklmnop"
         (TEXT, ["cSTOPd", "TO"], "TO", "abcS"),  # the earlier end, though it begins later
         (TEXT, ["S"], "S", "abc"),
         (TEXT, ["a"], "a", ""),
-        (TEXT, ["p"], "p", TEXT[:-1]),
         ("abSTSTOPcdefghijklmno", ["STOP"], "STOP", "abST"),
         (TEXT, ["STOPS"], None, TEXT),
     ],
@@ -383,13 +378,13 @@ def test_sglang_34740_a_bad_byte_in_a_stream(llm: LLM, tokenizer: Any, monkeypat
 # -- the end of the context --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("top_k", "K"), [(1, 1), (1, 2), (1, 5), (1, 8), (3, 3)])
+@pytest.mark.parametrize(("top_k", "K"), [(1, 2), (3, 8)])
 def test_exllamav2_274_neither_model_reads_beyond_the_context(top_k: int, K: int) -> None:
     """Prompts of 56 to 64 tokens, target and draft with a context of 64: ids and reasons of plain decoding."""
     prompts = [prompt_of(length) for length in range(56, 65)]
     draft = Spy(HFTarget(oracles.tiny("llama", 0, max_position_embeddings=64)))
     inner = DraftModel(draft, tree_top_k=top_k, depth=K)
-    for settings in ({"max_tokens": 100}, {}) if K == 5 else ({},):
+    for settings in ({"max_tokens": 100}, {}) if K == 2 else ({},):
         spy = Spy(oracles.target(limit=64))
         plain = decode(oracles.target(limit=64), prompts, **settings)
         for begin in range(0, 9, 3):
@@ -412,7 +407,7 @@ def test_exllamav2_274_through_the_library(
     llm = LLM(tiny_model, config, max_model_len=limit, threads=1)
     for length in (limit - 7, limit - 1, limit):
         prompt = [3 + i % 50 for i in range(length)]
-        for most in (None, 100):
+        for most in (None, 100) if limit == 64 else (None,):
             params = SamplingParams(temperature=0.0, max_tokens=most)
             (fast,), (plain,) = llm.generate(prompt, params), llm.generate(prompt, params, speculative_config=None)
             assert (fast.token_ids, fast.finish_reason) == (plain.token_ids, plain.finish_reason)

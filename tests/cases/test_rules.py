@@ -47,15 +47,10 @@ def changes(ids: list[int]) -> dict[str, dict[str, Any]]:
     }
 
 
-GREEDY_NAMES = [name for name in changes(list(range(6))) if name not in ("temperature", "top_k", "top_p", "min_p")]
-
-
-@pytest.mark.parametrize(
-    ("mode", "name"),
-    [*(("sampled", name) for name in changes(list(range(6)))), *(("greedy", name) for name in GREEDY_NAMES)],
-)
-def test_vllm_42744_every_setting_holds_for_drafted_tokens(mode: str, name: str) -> None:
+@pytest.mark.parametrize("name", changes(list(range(6))))
+def test_vllm_42744_every_setting_holds_for_drafted_tokens(name: str) -> None:
     """The draft is the text without the setting, in whole blocks; what comes is the text with it."""
+    mode = "sampled" if name in ("temperature", "top_k", "top_p", "min_p") else "greedy"
     free = free_text(mode)
     settings = {**(GREEDY if mode == "greedy" else SAMPLED), **changes(free)[name]}
     known = answer(PROMPT, 20, **settings)
@@ -65,7 +60,7 @@ def test_vllm_42744_every_setting_holds_for_drafted_tokens(mode: str, name: str)
     both = Known([PROMPT], [known])
     beside = ScriptedTree(lambda ids: [unset.script(ids)[0], both.coming(ids).ids[:5]])  # type: ignore[index]
     for drafts in (unset, beside):
-        for rule in ("coupled", "block", "standard") if mode == "greedy" and drafts is beside else ("coupled",):
+        for rule in ("coupled", "standard") if mode == "greedy" and drafts is beside else ("coupled",):
             (row,) = decode(
                 oracles.target(), [PROMPT], drafts, depth=5, budget=10, rule=rule, max_tokens=20, **settings
             )
@@ -119,7 +114,7 @@ def letters(mode: str, K: int) -> ScriptedTree:
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
 @pytest.mark.parametrize(
     ("name", "K"),
-    [*(("letters", K) for K in range(1, 9)), *(("oracle", K) for K in (1, 2, 5, 8)), *((n, 4) for n in DRAFTERS)],
+    [*(("letters", K) for K in (1, 4, 8)), *(("oracle", K) for K in (2, 5)), *((n, 4) for n in DRAFTERS[1:])],
 )
 def test_lmdeploy_4551_five_digits_and_the_end(name: str, K: int, mode: str) -> None:
     """Whatever is drafted; after every pass the rule has been through the committed text and through nothing else."""
@@ -151,18 +146,18 @@ def test_lmdeploy_4551_the_law_is_the_masked_one(rule: str) -> None:
     table = Table([[0.2, 0.15, 0.1, 0.05, 0.2, 0.1, 0.1, 0.1]] * 8)
     script = ScriptedTree(lambda ids: [[7], [0, 4], [4, 5]] if len(ids) % 6 == 0 else [[4], [1, 1, 1], [7]])
     (row,) = decode(
-        table, [[0]], script, rule=rule, depth=3, temperature=1.0, seed=2, max_tokens=360,
+        table, [[0]], script, rule=rule, depth=3, temperature=1.0, seed=2, max_tokens=240,
         logits_processors=[FiveDigits(1, range(4), 7)],
     )  # fmt: skip
     ids = torch.tensor(row.output_ids).view(-1, 6)
     assert (ids[:, 5] == 7).all()
     shares = torch.bincount(ids[:, :5].flatten(), minlength=8) / ids[:, :5].numel()
     wanted = torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0, 0.0, 0.0, 0.0])
-    assert float((shares - wanted).abs().max()) < 4 * 0.5 / 300**0.5
+    assert float((shares - wanted).abs().max()) < 4 * 0.5 / 200**0.5
     assert shares[4:].sum() == 0
     # Wherever a pass began in front of the seventh token it was drafted, and one of one is kept.
     drafted = torch.tensor(row.from_draft).view(-1, 6)[:, 5]
-    assert drafted.sum() > 20
+    assert drafted.sum() > 15
     behind_a_pass = ~torch.tensor(row.from_draft).view(-1, 6)[:, 4]
     assert drafted[:-1][behind_a_pass[:-1]].all()  # the very last token is not worth a draft
 
@@ -187,14 +182,14 @@ def switched(marker: int) -> list[int]:
     return answer(PROMPT, 14, logits_processors=[Switch(marker)], **VARIED).ids
 
 
-@pytest.mark.parametrize("K", [1, 3, 5, 8])
+@pytest.mark.parametrize("K", [2, 5, 8])
 def test_lmdeploy_4551_a_rule_switched_on_in_mid_block(K: int) -> None:
     """A marker at every place of the block: the rule holds from the very next token."""
     free = answer(PROMPT, 30, **VARIED).ids
     unruled = ScriptedTree(lambda ids: [free[len(ids) - len(PROMPT) :][:K]])
     plain: Callable[[list[int], torch.Tensor], torch.Tensor]
-    places = [at for at in range(9) if free[at + 1] not in DIGITS]
-    assert len(places) > 5
+    places = [at for at in range(9) if free[at + 1] not in DIGITS][::2]
+    assert len(places) > 2
     for at in places:
         expected = switched(free[at])
         assert expected[: at + 1] == free[: at + 1]
@@ -226,7 +221,7 @@ def test_lmdeploy_4551_through_the_library(tiny_model: Path, tiny_draft: Path, s
     assert None not in digits
     llm = LLM(tiny_model, threads=1, max_num_seqs=2)
     llm.eos_ids = frozenset({end})
-    prompts = [[4, 5, 6], [7, 8, 7], [9, 9, 9]]
+    prompts = [[4, 5, 6], [7, 8, 7]]
 
     def params() -> SamplingParams:
         return SamplingParams(max_tokens=20, n=2, logits_processors=[FiveDigits(3, digits, end)], **settings)
