@@ -1,4 +1,4 @@
-"""For authors of plug-ins: stand-ins whose behaviour is written down in the test."""
+"""A drafter that does what it is told, right or wrong."""
 
 from collections.abc import Callable, Sequence
 
