@@ -115,6 +115,16 @@ class Draws:
         """A token id for a drafter, independent of the noise and of accept and pick."""
         return _inverse_cdf(law, self._uniform("draft"))
 
+    def distinct(self, law: Float[Tensor, "V"], count: int) -> list[int]:
+        """`count` token ids drawn from a law without replacement, in the order drawn; fewer if fewer have any mass.
+
+        The k largest of log law + Gumbel noise are such draws (Efraimidis and Spirakis; Kool et al. 1903.06059).
+        """
+        keys = law.double().log() + self.draft_noise(law.shape[0], law.device)
+        best = keys.topk(min(count, law.shape[0]))
+        drawn = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        return [int(token) for token, key in drawn if key > -math.inf]
+
     def draft_noise(self, vocab_size: int, device: torch.device | str | None = None) -> Float64[Tensor, "V"]:
         """A Gumbel vector for a drafter: the k largest of log q + it are k draws from q without replacement."""
         keys = self._keys("draft noise", self._pass, self._next("draft noise"))

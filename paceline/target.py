@@ -197,7 +197,8 @@ def visible_slots(
     seen = (slots < lengths)[:, None].repeat(1, width, 1)
     span = cache.staged + width
     if mask is None:
-        mask = torch.ones(width, span, dtype=torch.bool).tril(cache.staged)[None].expand(batch, -1, -1)
+        causal = torch.arange(cache.staged, span)[:, None] >= torch.arange(span)
+        mask = causal.expand(batch, -1, -1)
     for row, length in enumerate(cache.lengths):
         seen[row, :, length : length + span] = mask[row]
     return seen

@@ -220,7 +220,8 @@ class TokenTree:
     def ancestors(self) -> Bool[Tensor, "N N"]:
         """Row i marks what node i may attend to in the tree: its ancestors and itself."""
         if self.is_chain:
-            return torch.ones(self.num_nodes, self.num_nodes, dtype=torch.bool).tril_()
+            order = torch.arange(self.num_nodes)
+            return order[:, None] >= order  # tril_ starts every thread, whatever the size
         rows: list[list[bool]] = []
         for node, parent in enumerate(self._parents):
             row = rows[parent].copy() if node else [False] * self.num_nodes

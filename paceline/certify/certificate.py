@@ -7,7 +7,7 @@ from typing import Any, Literal
 from paceline.certify.judge import Difference
 
 Verdict = Literal["lossless", "near_ties_only", "bug", "skipped"]
-"""Of a layer; a certificate as a whole is one of the first three."""
+"""Of a layer, and of a certificate: the worst of its layers."""
 Strength = Literal["proved", "equal", "tested", "measured"]
 """How a layer knows: every outcome enumerated, ids compared one by one, a statistical test, or a number reported."""
 
@@ -65,9 +65,10 @@ class Certificate:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of the layers."""
-        found = {layer.verdict for layer in self.layers}
-        return "bug" if "bug" in found else "near_ties_only" if "near_ties_only" in found else "lossless"
+        """The worst of the layers; "skipped" where nothing was compared, since numbers alone prove nothing."""
+        found = {layer.verdict for layer in self.layers if layer.strength != "measured" or layer.verdict == "bug"}
+        order: tuple[Verdict, ...] = ("bug", "near_ties_only", "lossless", "skipped")
+        return next((verdict for verdict in order if verdict in found), "skipped")
 
     def to_json(self) -> str:
         """The certificate as one JSON object; infinities and NaN become null."""

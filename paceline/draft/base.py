@@ -45,7 +45,8 @@ class Ask(NamedTuple):
     with its key: log-law plus the noise of that position when sampling (the first is then the target's own choice
     wherever both laws agree), the log-law when greedy; tokens that the settings removed come last."""
     draws: Draws
-    """The request's randomness: `noise(position)` for coupled drafts, `draft(law)` for independent ones."""
+    """The request's randomness: `noise(position)` for coupled drafts, `draft(law)` and `distinct(law, k)` for
+    independent ones."""
 
 
 class Step(NamedTuple):

@@ -450,15 +450,7 @@ class Sketch:
         """Tokens drawn from q: one, or `top_k` without replacement (those that have a probability)."""
         q = self.ask.law(logits, path).exp().float()  # drawn from as it is reported, rounding included
         self.q[node] = q.cpu()
-        if self.top_k == 1:
-            return [self.ask.draws.draft(q)]
-        keys = q.double().log() + self.ask.draws.draft_noise(q.shape[0], q.device)
-        best = keys.topk(min(self.top_k, q.shape[0]))
-        return [
-            int(token)
-            for token, key in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-            if key > -math.inf
-        ]
+        return [self.ask.draws.draft(q)] if self.top_k == 1 else self.ask.draws.distinct(q, self.top_k)
 
     def _is_greedy(self, logits: Float[Tensor, "V"]) -> bool:
         """Whether the request takes the likeliest token: its keys then do not change with the position's noise."""
