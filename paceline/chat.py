@@ -20,8 +20,8 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from paceline.bench.measure import Engine, Watched
-from paceline.bench.records import write_atomically
 from paceline.errors import BadRequest, PacelineError, nearest
+from paceline.files import write_atomically
 from paceline.options import ONE_TEXT, setting
 from paceline.progress import note
 from paceline.show import turns_table, visible

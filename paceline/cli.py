@@ -1,4 +1,4 @@
-"""The command line: ``paceline pull``, ``generate``, ``chat`` and ``bench``.
+"""The command line: ``paceline pull``, ``generate``, ``chat``, ``certify`` and ``bench``.
 
 Everything heavy is imported inside the commands, so that ``paceline --help`` answers at once.
 """
@@ -393,6 +393,67 @@ def compare_runs(llm: Engine, request: Request, params: Any, config: dict[str, A
     return FAILED if exact and plain.output.token_ids != fast.output.token_ids else DONE
 
 
+@app.command()
+@takes(SPECULATION, LOAD)
+def certify(
+    model: Model,
+    plugin: Annotated[
+        str, typer.Option(metavar="MODULE:CLASS", help="a drafter of your own instead of --method", show_default=False)
+    ] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="two minutes for a small model")] = False,
+    full: Annotated[bool, typer.Option("--full", help="more prompts, longer texts, many samples")] = False,
+    prompts: Annotated[
+        Path | None, typer.Option(help="a JSONL file of prompts to write on, instead of those that come along")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the certificate as JSON")] = None,
+    html: Annotated[Path | None, typer.Option(help="write it as a page with plots")] = None,
+    debug: Debug = False,
+    **asked: Any,
+) -> None:
+    """Is what a method writes on MODEL the model's own? Prints what was proved, how strongly, and what differs.
+
+    Exit 1 if it is not. A difference is a near-tie if rounding on this machine can make it, else a bug.
+    """
+    from rich.console import Console
+
+    config = speculation(asked)
+    if quick and full:
+        raise BadRequest("--quick and --full were both given; leave one out")
+    if bool(plugin) == ("method" in config or "model" in config):
+        raise BadRequest("one method is needed: --method NAME, --draft-model MODEL, or --plugin MODULE:CLASS")
+    for path in (json_file, html):
+        if path and not path.absolute().parent.is_dir():
+            raise BadRequest(f"{path}: there is no folder {path.absolute().parent}")
+    drafter = {"method": options.plugin(plugin)} if plugin else {}
+    chosen = certify_prompts(prompts)
+    llm: Any = load(model, config | drafter, given(asked, LOAD), debug)
+    from paceline.certify import certify as run_certify
+    from paceline.certify.report import table, write_page
+    from paceline.certify.run import Named
+    from paceline.files import write_atomically
+
+    asked_ids = [Named(prompt.id, llm.chat_ids(prompt.messages())) for prompt in chosen]
+    mode: Any = "quick" if quick else "full" if full else "standard"
+    certificate = run_certify(llm, config | drafter, asked_ids, mode=mode, method=plugin or None, progress=True)
+    Console(highlight=False).print(table(certificate, Console(highlight=False)))
+    if json_file:
+        write_atomically(json_file, certificate.to_json() + "\n")
+    if html:
+        write_page(html, certificate)
+        note(f"the page is in {html}")
+    raise typer.Exit(FAILED if certificate.verdict == "bug" else DONE)
+
+
+def certify_prompts(path: Path | None) -> list[Prompt]:
+    """The prompts of a file, or code, questions and sums in turn, so that any number of the first ones is a mixture."""
+    from paceline.bench import prompts
+
+    if path:
+        return prompts.load(path)
+    sets = [prompts.load(name) for name in ("humaneval", "mt-bench", "gsm8k")]
+    return [prompt for together in zip(*sets, strict=False) for prompt in together]
+
+
 @bench_app.command("run", hidden=True)
 @takes(SETTINGS, LOAD)
 def bench(
@@ -467,9 +528,10 @@ def run_bench(settings: Settings, prompts: list[Prompt], json_file: Path | None,
 
     from paceline.bench import peers, report
     from paceline.bench.measure import BASELINE, Contender, Method, check_room, environment, measure
-    from paceline.bench.records import Sidecar, write_atomically
+    from paceline.bench.records import Sidecar
     from paceline.bench.summary import summarise
     from paceline.draft import SpeculativeConfig
+    from paceline.files import write_atomically
 
     if json_file and not json_file.absolute().parent.is_dir():
         raise BadRequest(f"--json {json_file}: there is no folder {json_file.absolute().parent}")

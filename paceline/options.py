@@ -4,17 +4,22 @@ So defaults live in one place, with the key. An option is written down once, in 
 whole tables to a command. Values that a shell cannot spell (ids, biases, objects, prompts) are parsed here.
 """
 
+import importlib
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from paceline.errors import BadRequest, nearest
+
+if TYPE_CHECKING:
+    from paceline.draft.base import Drafter
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -159,6 +164,25 @@ def speculation(params: Mapping[str, Any]) -> dict[str, Any]:
     if "draft_model" in options:
         options["model"] = options.pop("draft_model")
     return (json_object(text, "--speculative-config") if text else {}) | options
+
+
+def plugin(name: str) -> "Drafter[Any]":
+    """The drafter that ``module:Class`` names, made without arguments; modules of this folder are found too."""
+    from paceline.draft.base import Drafter
+
+    module, _, attribute = name.partition(":")
+    if not (module and attribute):
+        raise BadRequest(f"--plugin {name!r}: MODULE:CLASS is needed, such as my_drafters:LastSuccessor")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise BadRequest(f"--plugin {name!r}: {error}") from error
+    drafter = found if isinstance(found, Drafter) else found()
+    if not isinstance(drafter, Drafter):
+        raise BadRequest(f"--plugin {name!r} is a {type(drafter).__name__}; a paceline.Drafter is needed")
+    return drafter
 
 
 def unescaped(text: str) -> str:

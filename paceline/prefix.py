@@ -21,6 +21,8 @@ CHUNK = 512
 """Prompt tokens read per pass, on a grid of absolute positions: the same prompt is always cut at the same places."""
 BUDGET = 512 * 2**20
 """Bytes of keys and values that are kept by default; for a 1.5B model with grouped heads about 18,000 tokens."""
+MOST = 256
+"""Most entries: every prompt is held against each of them."""
 
 
 class Found(NamedTuple):
@@ -42,10 +44,7 @@ class _Entry:
     exact: int
     """Leading positions whose bits are those of a fresh reading."""
     kv: list[tuple[Tensor, Tensor]]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(k.nbytes + v.nbytes for k, v in self.kv)
+    nbytes: int
 
 
 class Prefixes:
@@ -59,11 +58,8 @@ class Prefixes:
         self.budget = budget
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
         self._names = count()
-
-    @property
-    def nbytes(self) -> int:
+        self.nbytes = 0
         """Bytes held."""
-        return sum(entry.nbytes for entry in self._entries.values())
 
     def find(self, prompt_ids: Sequence[int]) -> Found | None:
         """The entry that saves a prompt the most reading; its last token is never looked for, it stays pending."""
@@ -96,15 +92,16 @@ class Prefixes:
             return
         for name, entry in list(self._entries.items()):
             if entry.exact <= exact and entry.ids == list(ids[: len(entry.ids)]):
-                del self._entries[name]  # the new one can do all that it could
-        held = self.nbytes
-        while held + size > self.budget:
-            held -= self._entries.popitem(last=False)[1].nbytes
-        self._entries[next(self._names)] = _Entry(list(ids), prompt, exact, cache.copy_row(row, len(ids)))
+                self.nbytes -= self._entries.pop(name).nbytes  # the new one can do all that it could
+        while self.nbytes + size > self.budget or len(self._entries) == MOST:
+            self.nbytes -= self._entries.popitem(last=False)[1].nbytes
+        self._entries[next(self._names)] = _Entry(list(ids), prompt, exact, cache.copy_row(row, len(ids)), size)
+        self.nbytes += size
 
     def clear(self) -> None:
         """Forget everything."""
         self._entries.clear()
+        self.nbytes = 0
 
 
 def border_before(position: int) -> int:

@@ -94,6 +94,8 @@ class Case:
 
 SHORT = 32
 """A context that requests reach the end of."""
+MANY = (58, 61, 64)
+"""Lengths of prompts without a repetition: with the answer, more different tokens than 64."""
 TOKENS = st.integers(0, VOCAB - 1)
 BAN = -math.inf
 
@@ -149,15 +151,19 @@ def tickets(
 ) -> Ticket:
     """One request; its prompt may begin like those of others."""
     ends_early = limit == SHORT
-    length = draw(st.integers(SHORT - 12, SHORT) if ends_early else st.integers(1, 40))
-    alphabet = draw(st.sampled_from((VOCAB, 5)))
+    lengths = st.integers(SHORT - 12, SHORT) if ends_early else st.sampled_from((*range(1, 41), *MANY * 2))
+    length, alphabet = draw(lengths), draw(st.sampled_from((VOCAB, 5)))
     rng = random.Random(draw(st.integers(0, 999)))
     shared = begin[: draw(st.sampled_from((0, 0, 40)))]
     prompt = (*shared, *(rng.randrange(alphabet) for _ in range(length)))[:length]
+    if length in MANY:
+        prompt = tuple(rng.sample(range(VOCAB), length))
     settings = {"temperature": draw(st.sampled_from(temperatures)), "seed": draw(st.sampled_from((0, 7, -1, 2**63)))}
     names = set(SETTINGS) - ({"logits_processors"} if rule == "block" else set())
     for name in sorted(draw(st.sets(st.sampled_from(sorted(names)), max_size=4))):
         settings[name] = draw(SETTINGS[name])
+    if settings.get("no_repeat_ngram_size") == 1:  # until none is left
+        settings["allowed_token_ids"] = sorted(draw(st.sets(TOKENS, min_size=1, max_size=4)))
     settings["max_tokens"] = most = None if ends_early else draw(st.sampled_from((12, 8, 5, 10, 3, 7, 1, 0)))
     settings["min_tokens"] = draw(st.sampled_from((0, 0, 2, 6)).filter(lambda least: most is None or least <= most))
     return Ticket(
@@ -176,11 +182,12 @@ def cases(
     draw: st.DrawFn, rules: Sequence[str] = ("coupled",), temperatures: Sequence[float] = (*GREEDY, *HOT, 1e-6)
 ) -> Case:
     rule, limit = draw(st.sampled_from(rules)), draw(st.sampled_from((256, 256, 256, SHORT)))
-    rng = random.Random(draw(st.integers(0, 999)))
+    rng, count = random.Random(draw(st.integers(0, 999))), draw(st.sampled_from((2, 1, 3, 4)))
     begin = tuple(rng.randrange(VOCAB) for _ in range(draw(st.integers(1, 30))))
+    some = st.lists(tickets(rule, temperatures, limit, begin), min_size=count, max_size=count)
     return Case(
         draw(st.sampled_from(ARCHS)),
-        tuple(draw(st.lists(tickets(rule, temperatures, limit, begin), min_size=1, max_size=4))),
+        tuple(draw(some)),
         rule,
         limit,
         draw(st.sampled_from((None, 1, 2, 3))),
@@ -310,6 +317,9 @@ def script(case: Case, ticket: Ticket) -> Callable[[list[int]], TokenTree]:
         if not is_known:  # the text is not known beforehand, but what is likely is
             logits = oracles.logits_of(model, ids)[-1]
             coming = [rng.choice(logits.topk(4).indices.tolist())]
+            for _ in range(min(2, case.limit - len(ids) - 1)):
+                likely = oracles.logits_of(model, [*ids, *coming])[-1].topk(3).indices.tolist()
+                coming.append(rng.choice(likely))
         if draft.kind == "wild":
             return _wild(draft, ids, coming, rng, case.limit, logits)
         right = {"right": 1.0, "half": 0.7, "wrong": 0.0}[draft.kind]

@@ -5,12 +5,16 @@ which the same search must find.
 """
 
 import gc
+import itertools
+import json
 import os
-import random
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -25,6 +29,7 @@ from oracles import VOCAB
 
 import paceline.decode
 import paceline.prefix
+import paceline.sampling
 import paceline.verify
 from paceline.cache import KVCache
 from paceline.decode import Request
@@ -32,7 +37,7 @@ from paceline.draft.base import Ask, Drafter
 from paceline.errors import BadRequest, IncompatibleDrafter
 from paceline.laws import Law
 from paceline.prefix import Prefixes
-from paceline.sampling import Draws, Sampler
+from paceline.sampling import Draws, Sampler, SamplingParams
 from paceline.testing import ScriptedTree
 from paceline.tree import Drawn, Stacked, TokenTree
 
@@ -136,17 +141,17 @@ OTHER = ("standard", "block")
 
 
 def test_coupled_text_and_caches_are_those_of_plain_decoding() -> None:
-    search(same_text_and_caches, cases(), 60)
+    search(same_text_and_caches, cases(), 40)
 
 
 @pytest.mark.parametrize("rule", OTHER)
 def test_the_other_rules_are_greedy_when_they_must(rule: str) -> None:
-    search(greedy_text, cases([rule], fuzzing.GREEDY), 12)
+    search(greedy_text, cases([rule], fuzzing.GREEDY), 10)
 
 
 @pytest.mark.parametrize("rule", OTHER)
 def test_the_other_rules_say_what_the_law_allows_and_say_it_again(rule: str) -> None:
-    search(lawful_text, cases([rule], fuzzing.HOT), 20)
+    search(lawful_text, cases([rule], fuzzing.HOT), 10)
 
 
 # -- each property finds what it is for --------------------------------------------------------------------------------
@@ -248,10 +253,22 @@ def believing_the_draft(match: Callable[..., Any]) -> Callable[..., Any]:
     return wrong
 
 
-def ungoverned_by_the_seed(accept: Callable[..., bool]) -> Callable[..., bool]:
-    """Randomness that goes on from one run of a case to the next."""
-    chance = random.Random(0)
-    return lambda self, probability: chance.random() < probability
+def ungoverned_by_the_seed(pick: Callable[..., int]) -> Callable[..., int]:
+    """Chance that goes on from one run of a case to the next."""
+    calls = itertools.count()
+
+    def wrong(self: Draws, law: torch.Tensor) -> int:
+        return pick(Draws(next(calls)), law)
+
+    return wrong
+
+
+def without_filters(filtered: Callable[..., Law]) -> Callable[..., Law]:
+    return lambda x, params: filtered(x, SamplingParams())
+
+
+def forgetting_the_text(extend: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, ids: None
 
 
 TEXT_BUGS = {
@@ -272,8 +289,9 @@ CACHE_BUGS = {
 }
 LAW_BUGS = {
     "a draft that is believed": replaced(paceline.verify, "_match", believing_the_draft),
-    "chance beyond the seed": replaced(Draws, "accept", ungoverned_by_the_seed),
-    "a sampler that ignores the path": replaced(Sampler, "law", ignoring_the_path),
+    "chance beyond the seed": replaced(Draws, "pick", ungoverned_by_the_seed),
+    "filters left out": replaced(paceline.sampling, "filtered", without_filters),
+    "settings that do not see the text": replaced(Sampler, "extend", forgetting_the_text),
 }
 GREEDY_BUGS = {
     "a draft that is believed": replaced(paceline.verify, "_match", believing_the_draft),
@@ -352,7 +370,7 @@ def refusals(draw: st.DrawFn) -> tuple[Case, int, int, str]:
     kinds = (*EVIL, "fewer", *(EVIL_LAWS if case.rule != "coupled" else ()))
     evil = Ticket(case.tickets[at].prompt[:20], (("temperature", 0.0), ("max_tokens", 9)), draft=Draft("empty"))
     tickets = [evil if i == at else ticket for i, ticket in enumerate(case.tickets)]
-    return replace(case, tickets=tuple(tickets), limit=256), at, wait, draw(st.sampled_from(kinds))
+    return replace(case, tickets=tuple(tickets)), at, wait, draw(st.sampled_from(kinds))
 
 
 def refused_by_name(drawn: tuple[Case, int, int, str]) -> None:
@@ -382,27 +400,31 @@ def refused_by_name(drawn: tuple[Case, int, int, str]) -> None:
 
 
 def test_wrong_proposals_are_refused_by_name_and_harm_nobody_else() -> None:
-    search(refused_by_name, refusals(), 20)
+    search(refused_by_name, refusals(), 10)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
-CALLS, KINDS, TRACED = 300, 30, 120
+CALLS, KINDS = 300, 30
 
 
 def brief(case: Case) -> Case:
-    """The first two requests, three tokens each."""
+    """The first two requests, three tokens each, on a model with windows."""
     tickets = []
     for ticket in case.tickets[:2]:
         own = {**dict(ticket.settings), "max_tokens": 3, "min_tokens": 0}
         tickets.append(replace(ticket, settings=tuple(own.items())))
-    return replace(case, tickets=tuple(tickets))
+    return replace(case, arch="mistral", tickets=tuple(tickets))
 
 
-def test_three_hundred_mixed_runs_in_flat_memory() -> None:
-    """Whole runs, runs given up, and runs that end with an error, with drafters and stores that live on."""
+def mixed_runs() -> list[tuple[int, int]]:
+    """Live tensors and bytes of traced memory after every 60 of 300 runs.
+
+    Whole runs, runs given up, and runs that end with an error, with drafters and stores that live on.
+    """
+    torch.set_num_threads(1)
     drawn: list[Case] = []
-    search(drawn.append, cases(("coupled", *OTHER)), KINDS)
+    search(drawn.append, cases() | cases(OTHER, fuzzing.GREEDY), KINDS)
     made: list[tuple[Case, list[Drafter[Any]], Prefixes | None]] = []
     for i, case in enumerate(map(brief, drawn[:KINDS])):
         drafters = fuzzing.drafters(case)
@@ -410,21 +432,27 @@ def test_three_hundred_mixed_runs_in_flat_memory() -> None:
             drafters[-1] = ScriptedTree(list(EVIL.values())[i % len(EVIL)][0])
         made.append((case, drafters, Prefixes(50_000) if case.store else None))
     counts = []
-    with as_users_run_it():
-        for call in range(CALLS):
-            case, drafters, store = made[call % KINDS]
-            with suppress(BadRequest, IncompatibleDrafter):
-                play(case, drafters, store, case.aborts[0] if case.aborts else None)
-            if call == TRACED:
-                tracemalloc.start()
-            if call % 60 == 59:
-                counts.append((live_tensors(), tracemalloc.get_traced_memory()[0]))
-    tracemalloc.stop()
+    for call in range(CALLS):
+        if call == 120:  # it doubles the time
+            tracemalloc.start()
+        case, drafters, store = made[call % KINDS]
+        with suppress(BadRequest, IncompatibleDrafter):
+            play(case, drafters, store, case.aborts[0] if case.aborts else None)
+        if call % 60 == 59:
+            gc.collect()
+            tensors = sum(type(thing) in (torch.Tensor, torch.nn.Parameter) for thing in gc.get_objects())
+            counts.append((tensors, tracemalloc.get_traced_memory()[0]))
+    return counts
+
+
+def test_three_hundred_mixed_runs_in_flat_memory() -> None:
+    """In a process without the test run's checks of types, which remember what they have seen."""
+    code = (
+        "import json, sys; sys.path.insert(0, sys.argv[1]); import test_fuzz; print(json.dumps(test_fuzz.mixed_runs()))"
+    )
+    command = [sys.executable, "-c", code, str(Path(__file__).parent)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    counts = json.loads(printed.splitlines()[-1])
     assert len({tensors for tensors, _ in counts}) == 1
-    # 120 runs, behind 60 in which what lives on was traced; one request that is held takes more than a kilobyte
-    assert counts[-1][1] - counts[-3][1] < 40 * 1024
-
-
-def live_tensors() -> int:
-    gc.collect()
-    return sum(type(thing) in (torch.Tensor, torch.nn.Parameter) for thing in gc.get_objects())
+    # 120 runs: a request that is held takes kilobytes
+    assert counts[-1][1] - counts[-3][1] < 50 * 1024, counts

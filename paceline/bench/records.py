@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import BadRequest
+from paceline.files import write_atomically
 
 
 @dataclass(frozen=True)
@@ -137,13 +138,3 @@ def differences(one: dict[str, Any], two: dict[str, Any], prefix: str = "") -> l
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write ``text`` so that ``path`` holds either what it held before or all of it."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    with scratch.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, path)

@@ -7,7 +7,6 @@ a terminal nor become markup.
 
 import html
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -20,6 +19,7 @@ from rich.text import Text
 
 from paceline.certify.certificate import Certificate, Layer, Parted, Strength, Verdict
 from paceline.errors import BadRequest
+from paceline.files import write_atomically
 
 WORDS: dict[Verdict, str] = {
     "lossless": "lossless",
@@ -259,20 +259,13 @@ def write_page(path: Path, certificate: Certificate) -> None:
         BadRequest: when nothing can be written there.
     """
     content = page(certificate)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with scratch.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
+        write_atomically(path, content)
     except OSError as error:
         why = error.strerror or error
         raise BadRequest(
             f"cannot write {path}: {why}. Give a file in a folder that exists and can be written"
         ) from None
-    finally:
-        scratch.unlink(missing_ok=True)  # gone already, unless something failed
 
 
 def page(certificate: Certificate) -> str:

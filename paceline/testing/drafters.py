@@ -267,8 +267,8 @@ class _Suite:
                         text, got, expected = found.worst
                         raise Violation(
                             f"the emitted law is {worst:.3g} from the target's (total variation, exact): text "
-                            f"{list(text)} has probability {got:.6f} instead of {expected:.6f}. Is every child drawn by "
-                            "ask.draws from exactly the q that is reported, and no node dropped for its own value?"
+                            f"{list(text)} has probability {got:.6f}, not {expected:.6f}. Is every child drawn "
+                            "by ask.draws from exactly the q that is reported, and no node dropped for its own value?"
                         )
                     break
         finally:

@@ -1,0 +1,37 @@
+"""A model's own next-token laws as a table, so that what speculation makes of them can be counted exactly."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from paceline.prefix import CHUNK
+from paceline.target import HFTarget
+from paceline.testing.toy import ToyTarget
+
+
+class OwnLaws(ToyTarget):
+    """Answers with the raw logits that a model gives for a text read plainly: no tree, each text once.
+
+    Prompts and drafts are read from the cache and the mask as any `ToyTarget` reads them. With settings that leave few
+    tokens (`top_k=2`), `exact_law` enumerates a real drafter on a real model.
+    """
+
+    def __init__(self, target: HFTarget) -> None:
+        super().__init__(lambda text: (), target.vocab_size, max_positions=target.max_positions)
+        self.target = target
+        self.known: dict[tuple[int, ...], Float[Tensor, V]] = {}
+
+    def _row(self, text: tuple[int, ...]) -> Float[Tensor, "V"]:
+        if text not in self.known:
+            self.known[text] = read(self.target, text)
+        return self.known[text]
+
+
+def read(target: HFTarget, text: tuple[int, ...]) -> Float[Tensor, "V"]:
+    """[V]: the row after a text as plain decoding sees it: the prompt in chunks, then its last token by itself."""
+    cache, last = target.new_cache(1, len(text)), len(text) - 1
+    for begin in range(0, last, CHUNK):
+        part = torch.tensor([text[begin : min(begin + CHUNK, last)]])
+        target.forward(part, torch.arange(part.shape[1])[None], None, cache, logits=False)
+        cache.commit([range(part.shape[1])])
+    return target.forward(torch.tensor([[text[-1]]]), torch.tensor([[0]]), None, cache).logits[0, 0].clone()
