@@ -428,7 +428,8 @@ def certify(
     chosen = certify_prompts(prompts)
     llm: Any = load(model, config | drafter, given(asked, LOAD), debug)
     from paceline.certify import certify as run_certify
-    from paceline.certify.report import table, write_page
+    from paceline.certify.page import write_page
+    from paceline.certify.report import table
     from paceline.certify.run import Named
     from paceline.files import write_atomically
 

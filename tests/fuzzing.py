@@ -94,8 +94,6 @@ class Case:
 
 SHORT = 32
 """A context that requests reach the end of."""
-MANY = (58, 61, 64)
-"""Lengths of prompts without a repetition: with the answer, more different tokens than 64."""
 TOKENS = st.integers(0, VOCAB - 1)
 BAN = -math.inf
 
@@ -151,13 +149,11 @@ def tickets(
 ) -> Ticket:
     """One request; its prompt may begin like those of others."""
     ends_early = limit == SHORT
-    lengths = st.integers(SHORT - 12, SHORT) if ends_early else st.sampled_from((*range(1, 41), *MANY * 2))
-    length, alphabet = draw(lengths), draw(st.sampled_from((VOCAB, 5)))
+    length = draw(st.integers(SHORT - 12, SHORT) if ends_early else st.integers(1, 40))
+    alphabet = draw(st.sampled_from((VOCAB, 5)))
     rng = random.Random(draw(st.integers(0, 999)))
     shared = begin[: draw(st.sampled_from((0, 0, 40)))]
     prompt = (*shared, *(rng.randrange(alphabet) for _ in range(length)))[:length]
-    if length in MANY:
-        prompt = tuple(rng.sample(range(VOCAB), length))
     settings = {"temperature": draw(st.sampled_from(temperatures)), "seed": draw(st.sampled_from((0, 7, -1, 2**63)))}
     names = set(SETTINGS) - ({"logits_processors"} if rule == "block" else set())
     for name in sorted(draw(st.sets(st.sampled_from(sorted(names)), max_size=4))):
@@ -195,6 +191,17 @@ def cases(
         draw(st.booleans()),
         tuple(draw(st.lists(st.integers(0, 12), max_size=2))),
     )
+
+
+@st.composite
+def crowded(draw: st.DrawFn) -> Case:
+    """A case whose first text comes to hold more than 64 different tokens, all of them counted for its penalties."""
+    case = draw(cases())
+    own = {"temperature": 1.0, "seed": 7, "max_tokens": 12, "repetition_penalty": draw(st.sampled_from((1.3, 2.5)))}
+    own[draw(st.sampled_from(("presence_penalty", "frequency_penalty")))] = 3.0
+    prompt = tuple(random.Random(draw(st.integers(0, 999))).sample(range(VOCAB), draw(st.sampled_from((60, 63, 64)))))
+    first = replace(case.tickets[0], prompt=prompt, settings=tuple(own.items()), eos=())
+    return replace(case, tickets=(first,), limit=256)
 
 
 # -- what must come out ------------------------------------------------------------------------------------------------

@@ -497,6 +497,13 @@ def test_count_test_of_thousands_is_the_inverted_characteristic_function() -> No
         assert want == pytest.approx(math.erfc(abs(z) / math.sqrt(2)), rel=0.25)  # nearly normal
 
 
+def test_count_test_counts_equal_probabilities_on_both_sides_whatever_their_rounding() -> None:
+    """Rates that mirror each other make a mirrored law, but for the last digits."""
+    rates = [0.1, 0.9, 0.3, 0.7, 0.23, 0.77, 0.41, 0.59, 0.05, 0.95]
+    for seen in range(5):
+        assert count_test(seen, rates) == pytest.approx(count_test(10 - seen, rates), rel=1e-12)
+
+
 def test_count_test_alarms_at_most_at_the_rate_stated() -> None:
     """Over its own law, exactly: P(p-value <= alpha) <= alpha."""
     rates = [0.1, 0.35, 0.8, 0.5, 0.95, 0.2, 0.6]

@@ -230,12 +230,11 @@ class Branching(Draws):
         )
 
     def _token(self, law: Float[Tensor, "V"]) -> int:
-        shares = law.double()
-        total = float(shares.sum())
-        if not (float(shares.min()) >= 0.0 and 0.0 < total < math.inf):
-            raise Violation(f"a token was drawn from {law.tolist()[:8]}, which is no law")
-        live = shares.nonzero().flatten()
-        return int(live[self._branch((shares[live] / total).tolist())])
+        shares: list[float] = law.double().tolist()
+        total = sum(shares)
+        if not (min(shares, default=0.0) >= 0.0 and 0.0 < total < math.inf):
+            raise Violation(f"a token was drawn from {shares[:8]}, which is no law")
+        return self._branch([share / total for share in shares])
 
     def _branch(self, weights: list[float]) -> int:
         live = [at for at, weight in enumerate(weights) if weight > 0.0]

@@ -169,8 +169,7 @@ class ToyDrafter(Drafter[list[int]]):
 
     def _tree(self, text: list[int], ask: Ask) -> TokenTree:
         tokens, parents, paths, place = [ask.pending], [-1], [(*text, ask.pending)], {0: 0}
-        reported: list[Tensor] = [torch.zeros(0)]
-        width = 0
+        reported: list[list[float]] = [[]]
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(self.shape):
             children.setdefault(parent, []).append(node)
@@ -181,16 +180,16 @@ class ToyDrafter(Drafter[list[int]]):
             if self.grow is not None and not self.grow(above[len(text) + 1 :]):
                 continue
             q = torch.as_tensor(self.law(above), dtype=torch.float64)
-            reported[place[parent]] = torch.as_tensor(self.says(above), dtype=torch.float64)
-            width = max(width, reported[place[parent]].shape[0])
+            reported[place[parent]] = list(self.says(above))
             for node, token in zip(children[parent], self._choose(q, len(children[parent]), ask), strict=False):
                 place[node] = len(tokens)
                 tokens.append(token)
                 parents.append(place[parent])
                 paths.append((*above, token))
-                reported.append(torch.zeros(0))
-        rows = [torch.cat([row, row.new_zeros(width - row.shape[0])]) for row in reported]
-        q_rows = None if self.drawn is Drawn.FIXED or len(tokens) == 1 else torch.stack(rows).double()
+                reported.append([])
+        width = max(len(row) for row in reported)
+        rows = [row + [0.0] * (width - len(row)) for row in reported]
+        q_rows = None if self.drawn is Drawn.FIXED or len(tokens) == 1 else torch.tensor(rows, dtype=torch.float64)
         return TokenTree(torch.tensor(tokens), torch.tensor(parents), self.drawn, q_rows)
 
     def _choose(self, q: Float[Tensor, "V"], count: int, ask: Ask) -> list[int]:

@@ -15,7 +15,10 @@ import pytest
 from rich.console import Console
 
 from paceline.certify import Certificate, Difference, Layer, Parted
-from paceline.certify.report import duration, figure, number, page, steps, table, wilson, write_page
+from paceline.certify.page import page, write_page
+from paceline.certify.plots import figure, steps, wilson
+from paceline.certify.report import table
+from paceline.certify.words import duration, number
 from paceline.errors import BadRequest
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
