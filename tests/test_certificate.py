@@ -16,7 +16,7 @@ from rich.console import Console
 
 from paceline.certify import Certificate, Difference, Layer, Parted
 from paceline.certify.page import page, write_page
-from paceline.certify.plots import figure, steps, wilson
+from paceline.certify.plots import figure, steps
 from paceline.certify.report import table
 from paceline.certify.words import duration, number
 from paceline.errors import BadRequest
@@ -417,15 +417,6 @@ def test_the_mark_of_a_parting_tells_near_tie_from_bug() -> None:
     assert "parts after 41 of 97: bug" in drawn
     assert "parts after 3 of 128: near-tie" in drawn
 
-
-def test_intervals_hold_as_often_as_they_say() -> None:
-    """The exact coverage of the interval, summed over the binomial law; a 95% one dips a little at single points."""
-    n, found = 400, []
-    for p in (0.02, 0.1, 0.37, 0.5, 0.93):
-        weights = [math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(n + 1)]
-        found.append(sum(w for k, w in enumerate(weights) if wilson(k / n, n)[0] <= p <= wilson(k / n, n)[1]))
-    assert all(0.93 < coverage < 0.975 for coverage in found)
-    assert wilson(0.0, 100)[0] == 0.0 < wilson(0.0, 100)[1]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any
 
 from paceline.certify.certificate import Layer, Parted
 from paceline.certify.markup import Html, el, join
+from paceline.certify.statistics import wilson
 from paceline.certify.words import ALLOWED, MOST_ROWS, WHAT, count, entries, number, parting, places, real
 
 
@@ -205,7 +206,7 @@ def _law(context: dict[str, Any]) -> Html:
         order = sorted(outcomes, key=lambda one: -one[1])
         rest = order[12:]
         shown = [*order[:12], (f"{len(rest)} others", sum(e for _, e, _ in rest), sum(o for _, _, o in rest))]
-    reach = [(label, e, o, wilson(o, n) if n else (o, o)) for label, e, o in shown]
+    reach = [(label, e, o, wilson(round(o * n), int(n), 0.05) if n else (o, o)) for label, e, o in shown]
     ticks = steps(max([1e-9, *(max(e, high) for _, e, _, (_, high) in reach)]), 3)
     top = max([ticks[-1], *(max(e, high) for _, e, _, (_, high) in reach)]) / 0.97
     body = []
@@ -235,12 +236,6 @@ def _law(context: dict[str, Any]) -> Html:
 def percent(share: float | int) -> str:
     """A share, with the digits it is worth."""
     return f"{share:.0%}" if share == 0 or share >= 0.9995 else f"{share:.1%}" if share >= 0.01 else f"{share:.2%}"
-
-
-def wilson(share: float | int, n: float | int, z: float = 1.96) -> tuple[float, float]:
-    """The 95% interval of a share of ``n`` draws by Wilson's formula, which holds near 0 and 1 too."""
-    middle, spread = share + z * z / (2 * n), z * math.sqrt(max(0.0, share * (1 - share)) / n + z * z / (4 * n * n))
-    return max(0.0, (middle - spread) / (1 + z * z / n)), min(1.0, (middle + spread) / (1 + z * z / n))
 
 
 def plane(

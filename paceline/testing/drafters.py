@@ -3,6 +3,7 @@
 import gc
 import math
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -320,7 +321,7 @@ class _Suite:
         requests = self.requests([{"temperature": 1.0}] * len(self.prompts), watch)
         before = [list(request.prompt_ids) for request in requests]
         self.finish(requests)
-        if any(not torch.equal(now, copy) and not bool(now.isnan().any()) for now, copy in given):
+        if not all(torch.allclose(now, copy, rtol=0.0, atol=0.0, equal_nan=True) for now, copy in given):
             raise Violation("the drafter wrote into the logits or hidden states of a Step")
         if [request.prompt_ids for request in requests] != before:
             raise Violation("the drafter changed the prompt")
@@ -340,24 +341,29 @@ class _Suite:
         return f"{count} states; a run afterwards is as before: {self.same_ids({'temperature': 1.0})}"
 
     def left_behind(self) -> str:
-        """Tensors alive after 12 calls and after 36, some of them given up."""
+        """Objects alive after 24 calls and after 48, some of them given up."""
+        watch = _Watched(self.drafter)
 
-        def calls(count: int) -> int:
+        def calls(count: int) -> tuple[int, int]:
             for call in range(count):
-                running = run(self.target, self.requests([{"temperature": 1.0}] * 3), max_rows=2)
+                running = run(self.target, self.requests([{"temperature": 1.0}] * 3, watch), max_rows=2)
                 for _, _ in zip(range(2 + call % 5), running):
                     pass
                 running.close()
+            watch.trees.clear()
             gc.collect()
-            return sum(issubclass(type(one), Tensor) for one in gc.get_objects())
+            # The collector does not list what holds plain numbers alone. Such a state is in no cycle: who holds it
+            # besides the list it is in, the loop that looks at it and the question itself keeps it alive.
+            hidden = {id(state) for state in watch.plain if sys.getrefcount(state) > 3}
+            return len(gc.get_objects()), len(hidden)
 
         calls(12)
         first, second = calls(12), calls(24)
-        if second > first + 8:
+        if any(later > sooner + 8 for sooner, later in zip(first, second)):
             raise Violation(
-                f"{first} tensors were alive after 24 calls and {second} after 48: states are kept somewhere"
+                f"{sum(first)} objects were alive after 24 calls and {sum(second)} after 48: states are kept somewhere"
             )
-        return f"{first} and {second} tensors"
+        return f"{sum(second) - sum(first)} objects more after 24 more calls"
 
     def helps(self, least: float) -> str:
         """The mean acceptance length of everything that ran."""
@@ -395,6 +401,8 @@ class _Watched(Drafter[Any]):
     def __init__(self, inner: Drafter[Any], given: list[tuple[Tensor, Tensor]] | None = None) -> None:
         self.inner, self.taps, self.reads_logits = inner, inner.taps, inner.reads_logits
         self.trees: list[TokenTree] = []
+        self.plain: list[Any] = []
+        """States that have ended and hold plain numbers alone."""
         self.begun = self.ended = 0
         self.given = given
 
@@ -417,6 +425,8 @@ class _Watched(Drafter[Any]):
     def end(self, state: Any) -> None:
         self.ended += 1
         self.inner.end(state)
+        if not gc.is_tracked(state):
+            self.plain.append(state)
 
     def _note(self, step: Step) -> None:
         if self.given is not None:

@@ -12,6 +12,7 @@ from paceline.decode import Request, run
 from paceline.draft.base import Drafter
 from paceline.errors import IncompatibleDrafter
 from paceline.sampling import Draws, SamplingParams
+from paceline.testing.chance import edges, once
 from paceline.testing.exact import PlainLaw, Violation, exact_law, named
 from paceline.testing.report import Report
 from paceline.testing.scripted import ScriptedTree
@@ -33,6 +34,9 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 
 
+ONCE = "no chance is used twice"
+
+
 class Case(NamedTuple):
     """One thing to enumerate."""
 
@@ -43,18 +47,22 @@ class Case(NamedTuple):
     num_passes: int | None = 1
     adaptive: bool = False
     zeros: bool = False
+    seeds: tuple[int, ...] = (1,)
+    """One random target and draft for each."""
 
 
 def cases(quick: bool = False) -> Iterator[Case]:
     """Shapes x labels x vocabularies of 2 to 5, one pass each; then adaptive lengths, and texts of many passes."""
     words = {Drawn.FIXED: "fixed", Drawn.IID: "drawn independently", Drawn.DISTINCT: "drawn without replacement"}
-    for (name, shape), drawn, size in itertools.product(SHAPES.items(), Drawn, (2, 3, 4, 5)):
+    sizes = (2, 3, 4) if quick else (2, 3, 4, 5)
+    for (name, shape), drawn, size in itertools.product(SHAPES.items(), Drawn, sizes):
         nodes, widest = len(shape) - 1, max(shape.count(parent) for parent in shape)
         if drawn is Drawn.DISTINCT and (widest > size or widest == 1):
             continue  # one child is the same under both labels
         if drawn is not Drawn.FIXED and size**nodes > (30 if quick else 90):
             continue
-        yield Case(f"{name} {words[drawn]}, {size} tokens", size, shape, drawn, zeros=size == 3)
+        seeds = (1,) if quick or size ** len(shape) >= 300 else (1, 2)
+        yield Case(f"{name} {words[drawn]}, {size} tokens", size, shape, drawn, zeros=size == 3, seeds=seeds)
     for name in ("chain of 3", "a twig under each", "two by two"):
         for drawn in (Drawn.IID, Drawn.DISTINCT)[: 1 if name == "chain of 3" else 2]:
             size = 3 if name == "chain of 3" else 2
@@ -75,8 +83,9 @@ def check_rule(rule: str | Rule, *, quick: bool = False, seeded: bool | None = N
     report = Report(f"rule {rule!r}" if isinstance(rule, str) else f"rule {getattr(rule, '__name__', 'candidate')!r}")
     if seeded if seeded is not None else rule == "coupled":
         for size in (2, 3, 5, 12):
-            count = 60 if quick else 250
+            count = 50 if quick else 150
             report.run(f"the ids of plain sampling, {size} tokens", partial(_same_ids, rule, size, count))
+        report.run(ONCE, lambda: once(rule))
         return report
     for case in cases(quick):
         report.run(case.name, partial(_exact, rule, case, report))
@@ -85,22 +94,23 @@ def check_rule(rule: str | Rule, *, quick: bool = False, seeded: bool | None = N
     report.run("a target that is certain", lambda: _certain(rule))
     report.run("a draft with a smaller vocabulary", lambda: _narrow(rule))
     report.run("q that is missing is refused", lambda: _no_q(rule))
+    report.run("nothing impossible at the edges of chance", lambda: edges(rule, SHAPES.values()))
+    report.run(ONCE, lambda: once(rule))
     return report
 
 
 def _exact(rule: str | Rule, case: Case, report: Report) -> str:
-    """The law of one case, of two random targets and drafts."""
+    """The law of one case."""
     worst = accepted = 0.0
     count = 0
     depth = max(TokenTree(torch.zeros(len(case.shape), dtype=torch.int64), torch.tensor(case.shape)).depth)
-    seeds = (1, 2) if case.vocab_size ** len(case.shape) < 300 else (1,)
-    for seed in seeds:
+    for seed in case.seeds:
         target = ToyTarget.random(case.vocab_size, seed, zeros=case.zeros)
         grow = (lambda path: sum(path) % 3 != 1) if case.adaptive else None
         drafter = ToyDrafter(random_law(case.vocab_size, 100 + seed), case.shape, case.drawn, grow=grow)
         found = exact_law(target, drafter, rule, depth + 1, num_passes=case.num_passes)
         worst, count = max(worst, found.total_variation), count + found.num_outcomes
-        accepted += found.accepted / len(seeds)
+        accepted += found.accepted / len(case.seeds)
     report.total_variations[case.name] = worst
     if worst > LIMIT:
         raise Violation(f"the emitted law is {worst:.3g} from the target's (total variation, exact)")
