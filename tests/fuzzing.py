@@ -444,6 +444,8 @@ class Watch:
 
     case: Case
     looks: list[Look] = field(default_factory=list)
+    drafters: list[Drafter[Any]] = field(default_factory=list)
+    """Those of the case's tickets, in their order."""
 
     def __post_init__(self) -> None:
         self.rng, self.inner = random.Random(0), paceline.decode.step
@@ -476,8 +478,6 @@ class Watch:
         (name,) = {t.draft.model for t, d in zip(self.case.tickets, self.drafters, strict=True) if d is drafter}
         model = draft_plain(name, self.case.arch, self.case.limit)
         self.looks.append(Look(model, row.ids[:size], _pairs(cache, state.row or 0, size)))
-
-    drafters: list[Drafter[Any]] = field(default_factory=list)
 
 
 def _pairs(cache: KVCache, row: int, length: int) -> Pairs:

@@ -44,8 +44,8 @@ ALPHA = 1e-4
 """Chance that the joint-law layer calls a bug where there is none: half of it for each of its two tests."""
 SAMPLED = 0.8
 """Temperature of the sampled texts."""
-OPENINGS = ("Once upon a time", "The best thing about", "def ", "She opened the door and")
-"""Where the joint law is sampled: beginnings that leave the next tokens open."""
+OPENINGS = ("import numpy as", "Once upon a time", "Question: How are you?\nAnswer:", "for i in range(")
+"""Where the joint law is sampled: beginnings after which a dozen texts share most of the probability, none too much."""
 OWN_LIMIT = 1e-4
 """Total variation that float32 laws of a real model may show in an enumeration."""
 
@@ -383,7 +383,7 @@ class _Work:
     def openings(self) -> list[Named]:
         """Beginnings that leave the next tokens open."""
         read = self.llm.tokenizer
-        return [Named(text.strip() + " …", list(read(text).input_ids)) for text in OPENINGS]
+        return [Named(repr(text), list(read(text).input_ids)) for text in OPENINGS]
 
     def joint_law(self) -> Layer:
         """The first three tokens of many samples, at temperature 1."""

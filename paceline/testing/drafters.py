@@ -250,7 +250,7 @@ class _Suite:
         worst, done, reason = 0.0, 0, ""
         try:
             for trial in trials:
-                for depth, budget in ((3, 4), (2, 3), (2, 2), (1, 2), (1, 1)):
+                for depth, budget in ((2, 4), (2, 2), (1, 2), (1, 1)):
                     try:
                         found = exact_law(
                             target, self.drafter, rule, depth=depth, budget=budget, max_outcomes=MOST_OUTCOMES, **trial

@@ -80,8 +80,10 @@ class _Suite:
         made = []
         for text in texts:
             cache = self.target.new_cache(1, len(text) + 1)
-            for token in text:
-                self.target.forward(torch.tensor([[token]]), torch.tensor([[0]]), None, cache)
+            for at, token in enumerate(text, start=1):
+                seen = self.target.forward(torch.tensor([[token]]), torch.tensor([[0]]), None, cache)
+                if tuple(text[:at]) not in self.reference:
+                    self.reference[tuple(text[:at])] = seen.logits[0, 0].clone()
                 cache.commit([[0]])
             made.append(cache)
         return KVCache.join(made)
@@ -112,7 +114,7 @@ class _Suite:
 
     def paths(self, text: Sequence[int], tree: TokenTree, logits: Tensor, slots: Sequence[int]) -> None:
         """Every node of a tree against its path."""
-        for node in range(tree.num_nodes):
+        for node in reversed(range(tree.num_nodes)):  # a reading of the whole path gives the rows on its way too
             path = [tree.ids[at] for at in tree.path(node)]
             self.same(
                 f"node {node} of {tree.ids} under {tree.parents.tolist()}",
