@@ -8,6 +8,7 @@ Between steps a row's cache holds all of its tokens but the last one. The prefix
 the cut; ids, text, stream, log-probs, statistics, history and cache all use it.
 """
 
+import reprlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack
@@ -434,6 +435,10 @@ def _propose(rows: Sequence[Request]) -> list[TokenTree]:
     for drafter, members in _by_drafter(rows):
         wanted = [b for b in members if asks[b].budget]
         proposed = drafter.propose([rows[b].state for b in wanted], [asks[b] for b in wanted]) if wanted else []
+        if not isinstance(proposed, list) or not all(isinstance(tree, TokenTree) for tree in proposed):
+            raise IncompatibleDrafter(
+                f"{type(drafter).__name__}.propose returned {reprlib.repr(proposed)}; a list of TokenTree is needed"
+            )
         if len(proposed) != len(wanted):
             raise IncompatibleDrafter(
                 f"{type(drafter).__name__}.propose returned {len(proposed)} trees for {len(wanted)} sequences"
@@ -450,6 +455,15 @@ def _within(tree: TokenTree, row: Request, ask: Ask, drafter: Drafter[Any]) -> T
         raise IncompatibleDrafter(f"{name} rooted its tree at id {tree.ids[0]}; the pending token is {ask.pending}")
     if max(tree.ids) >= row.vocab_size:
         raise IncompatibleDrafter(f"{name} drafted id {max(tree.ids)}; the target has ids 0 to {row.vocab_size - 1}")
+    if tree.rider is not None and len(tree.rider.tokens):
+        largest, offsets = int(tree.rider.tokens.max()), tree.rider.offsets
+        if largest >= row.vocab_size:
+            raise IncompatibleDrafter(f"{name} has rider id {largest}; the target has ids 0 to {row.vocab_size - 1}")
+        if int(offsets.min()) < 0 or ask.position + int(offsets.max()) >= row.max_positions:
+            raise IncompatibleDrafter(
+                f"{name} has riders at offsets {int(offsets.min())} to {int(offsets.max())} from position "
+                f"{ask.position}; positions up to {row.max_positions - 1} exist"
+            )
     if max(tree.depth) > ask.depth:
         tree = tree.shallow(ask.depth)
     return tree.truncate(ask.budget)

@@ -95,7 +95,8 @@ class Penalties(Edit):
 
     def extend(self, ids: Sequence[int]) -> None:
         for token in ids:
-            self._count[self._slot_of(token)] += 1
+            slot = self._slot_of(token)  # first: it may give the counts a larger tensor
+            self._count[slot] += 1
 
     def __call__(self, x: Float[Tensor, "V"], path: Sequence[int]) -> None:
         """Touches seen ids only."""

@@ -179,7 +179,17 @@ def plugin(name: str) -> "Drafter[Any]":
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise BadRequest(f"--plugin {name!r}: {error}") from error
-    drafter = found if isinstance(found, Drafter) else found()
+    except Exception as error:  # the module is the user's own, and may fail in any way
+        raise BadRequest(f"--plugin {name!r}: importing {module} raised {type(error).__name__}: {error}") from error
+    drafter = found
+    if callable(found) and not isinstance(found, Drafter):
+        try:
+            drafter = found()
+        except Exception as error:
+            raise BadRequest(
+                f"--plugin {name!r}: {attribute}() raised {type(error).__name__}: {error}; give a class that is made "
+                "without arguments, or an instance"
+            ) from error
     if not isinstance(drafter, Drafter):
         raise BadRequest(f"--plugin {name!r} is a {type(drafter).__name__}; a paceline.Drafter is needed")
     return drafter

@@ -589,12 +589,20 @@ def test_trees_beyond_depth_and_budget_are_cut(depth: int, budget: int) -> None:
         assert len(row.stats.acceptance_histogram) - 1 <= min(depth, budget)
 
 
+def with_rider(token: int, offset: int) -> TokenTree:
+    rider = Rider(torch.tensor([token]), torch.tensor([offset]), torch.tensor([[True, False, True]]))
+    return TokenTree(torch.tensor([9, 3]), torch.tensor([-1, 0]), rider=rider)
+
+
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
         (TokenTree.root(1), "rooted its tree at id 1; the pending token is 9"),
         (TokenTree.chain(9, [4, VOCAB]), f"drafted id {VOCAB}; the target has ids 0 to {VOCAB - 1}"),
         (TokenTree.chain(9, [4, 10**6]), "drafted id 1000000"),
+        (with_rider(VOCAB, 1), f"rider id {VOCAB}; the target has ids 0 to {VOCAB - 1}"),
+        (with_rider(3, -2), "riders at offsets -2 to -2 from position 1; positions up to 255 exist"),
+        (with_rider(3, 255), "riders at offsets 255 to 255 from position 1"),
     ],
 )
 def test_vllm_13849_trees_that_do_not_fit_are_refused(tree: TokenTree, words: str) -> None:
@@ -602,6 +610,14 @@ def test_vllm_13849_trees_that_do_not_fit_are_refused(tree: TokenTree, words: st
     with pytest.raises(IncompatibleDrafter, match=words):
         decode(spy, [[5, 9]], ScriptedTree(lambda ids: tree), max_tokens=5)
     assert all(token < VOCAB for rows in spy.tokens for row in rows for token in row)
+
+
+@pytest.mark.parametrize("proposed", [None, [None], [[4]]])
+def test_what_is_no_tree_is_refused(proposed: Any) -> None:
+    drafter = ScriptedTree(lambda ids: [])
+    drafter.propose = lambda states, asks: proposed  # type: ignore[method-assign]
+    with pytest.raises(IncompatibleDrafter, match=r"propose returned .*; a list of TokenTree is needed"):
+        decode(oracles.target(), [[5, 9]], drafter, max_tokens=5)
 
 
 def test_a_drafter_that_loses_a_row_is_refused() -> None:

@@ -115,6 +115,23 @@ def test_min_tokens_counts_emitted_text_and_path_and_not_the_prompt() -> None:
     assert banned([]) == set()
 
 
+@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_penalties_of_texts_with_many_different_tokens(name: str) -> None:
+    """Counts grow with the number of different tokens: a text of 300, emitted singly and in blocks."""
+    size, chance = 400, random.Random(1)
+    params = SamplingParams(**{name: 1.2, "temperature": 1.0})
+    sampler, text = Sampler(params, size, [0, 1]), list[int]()
+    while len(text) < 300:
+        block = [chance.randrange(size) for _ in range(1 + len(text) % 3)]
+        sampler.extend(block)
+        text += block
+    row = torch.randn(size, dtype=torch.float64)
+    (processor,) = processors(params, 2)
+    expected = processor(torch.tensor([[0, 1, *text]]), row[None].clone())[0]
+    assert len(set(text)) > 200
+    assert torch.allclose(sampler.law(row).log_probs(), torch.log_softmax(expected, 0), atol=1e-12)
+
+
 def test_banned_words_need_a_tokenizer_that_knows_them() -> None:
     with pytest.raises(BadRequest, match=r"bad_words holds 'long', and there is no tokenizer to read it with; give"):
         Sampler(SamplingParams(bad_words=["long"]), SIZE, [0])

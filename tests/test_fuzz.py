@@ -292,7 +292,6 @@ CACHE_BUGS = {
     "a mask that shows siblings": replaced(paceline.decode, "stack", showing_siblings),
 }
 LAW_BUGS = {
-    "a draft that is believed": replaced(paceline.verify, "_match", believing_the_draft),
     "chance beyond the seed": replaced(Draws, "pick", ungoverned_by_the_seed),
     "filters left out": replaced(paceline.sampling, "filtered", without_filters),
     "settings that do not see the text": replaced(Sampler, "extend", forgetting_the_text),
@@ -409,7 +408,7 @@ def test_wrong_proposals_are_refused_by_name_and_harm_nobody_else() -> None:
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
-CALLS, KINDS = 300, 30
+CALLS, KINDS = 300, 20
 
 
 def brief(case: Case) -> Case:

@@ -1,7 +1,8 @@
 """The real 0.5B model in bfloat16: what rounding could spoil and the width-invariant forward does not let it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,10 @@ from torch import Tensor
 
 from paceline import LLM, SamplingParams
 from paceline.cache import KVCache
+from paceline.certify.run import Named, Size, _Work
+from paceline.draft import SpeculativeConfig
+from paceline.draft.base import Ask
+from paceline.draft.ngram import Ngram
 from paceline.target import HFTarget
 from paceline.tree import TokenTree, stack
 
@@ -139,3 +144,63 @@ def test_same_seed_same_text_and_another_seed_another(llm: LLM) -> None:
         return output.token_ids
 
     assert ids(1) == ids(1) != ids(2)
+
+
+# -- what `certify` must find ------------------------------------------------------------------------------------------
+
+
+class Branching(Ngram):
+    """What `Ngram` proposes as the second branch of a tree, whose first branch is something else."""
+
+    def propose(self, states: list[Any], asks: list[Ask]) -> list[TokenTree]:
+        trees = []
+        for tree, ask in zip(super().propose(states, asks), asks, strict=True):
+            right = tree.ids[1 : 1 + ask.depth]
+            wrong = [(token + 1) % 1000 for token in right[:4]]
+            trees.append(TokenTree.from_paths(ask.pending, [wrong, right] if right else []))
+        return trees
+
+
+def stale_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last kept position keeps the keys and values of the guess behind it, which was rejected."""
+    commit = KVCache.commit
+
+    def planted(self: KVCache, paths: Sequence[Sequence[int]]) -> None:
+        for row, path in enumerate(paths):
+            last = self.lengths[row] + path[-1] if len(path) else -1
+            if len(path) > 1 and path[-1] + 1 < self.staged:
+                for pair in self._kv:
+                    for buffer in pair:
+                        buffer[row, :, last] = buffer[row, :, last + 1]
+        commit(self, paths)
+
+    monkeypatch.setattr(KVCache, "commit", planted)
+
+
+def sibling_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every node of a tree sees all nodes before it, as if the tree were a chain."""
+
+    def planted(self: TokenTree) -> Tensor:
+        return torch.ones(self.num_nodes, self.num_nodes, dtype=torch.bool).tril()
+
+    monkeypatch.setattr(TokenTree, "ancestors", property(planted))
+
+
+@pytest.mark.parametrize("plant", [None, stale_slot, sibling_leak])
+def test_certify_finds_what_is_planted_in_the_real_model(
+    llm: LLM, target: HFTarget, plant: Callable[[pytest.MonkeyPatch], None] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = Size(num_prompts=2, max_tokens=40, num_samples=16, num_openings=1, own_length=2)
+    prompts = [Named(str(i), list(llm.tokenizer(PROMPTS[i]).input_ids)) for i in (0, 1)]
+    work = _Work(llm, SpeculativeConfig(method=Branching()), prompts, size, "quick", None, False)
+    if plant is not None:
+        plant(monkeypatch)
+    layers = [work.greedy(), work.sampled()]
+    kept = sum(output.stats.num_accepted_tokens for output in work.outputs)
+    if plant is None:
+        assert all(layer.verdict in ("lossless", "near_ties_only") for layer in layers), layers
+        assert kept > 20
+    else:
+        assert "bug" in [layer.verdict for layer in layers], layers
+        worst = next(one.difference for one in work.parted if not one.difference.near_tie)
+        assert worst.floor < 1.0  # and the logits lie further apart than that, or the noise does

@@ -171,11 +171,13 @@ class _Suite:
         return "bit for bit" if self.exact else "within rounding"
 
     def siblings(self) -> None:
-        """One branch changes, the others stay."""
+        """One branch changes, the others stay: what came later, then what came before."""
         prefix, root = self.text[:PREFIX], self.text[PREFIX]
-        first, other = TokenTree.from_paths(root, [[1, 0], [0, 1]]), TokenTree.from_paths(root, [[1, 0], [0, 0]])
-        rows = [self.read(self.cache(prefix), [tree])[0].logits[0] for tree in (first, other)]
-        self.same("a branch beside another that changed", rows[0][:3], rows[1][:3])
+        branches = ([[1, 0], [0, 1]], [[1, 0], [0, 0]], [[1, 1], [0, 1]])
+        trees = [TokenTree.from_paths(root, paths) for paths in branches]
+        rows = [self.read(self.cache(prefix), [tree])[0].logits[0] for tree in trees]
+        self.same("a branch before another that changed", rows[0][:3], rows[1][:3])
+        self.same("a branch behind another that changed", rows[0][3:], rows[2][3:])
 
     def padding(self) -> None:
         """A narrow tree beside a wide one."""
