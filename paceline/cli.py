@@ -421,6 +421,8 @@ def certify(
         raise BadRequest("--quick and --full were both given; leave one out")
     if bool(plugin) == ("method" in config or "model" in config):
         raise BadRequest("one method is needed: --method NAME, --draft-model MODEL, or --plugin MODULE:CLASS")
+    if config.get("method") == "none":
+        raise BadRequest("plain decoding is what others are compared with; name another, such as --method ngram")
     for path in (json_file, html):
         if path and not path.absolute().parent.is_dir():
             raise BadRequest(f"{path}: there is no folder {path.absolute().parent}")
@@ -433,7 +435,12 @@ def certify(
     from paceline.certify.run import Named
     from paceline.files import write_atomically
 
-    asked_ids = [Named(prompt.id, llm.chat_ids(prompt.messages())) for prompt in chosen]
+    templated = bool(llm.tokenizer.chat_template)
+    texts = [prompt.messages() for prompt in chosen]
+    asked_ids = [
+        Named(prompt.id, llm.chat_ids(said) if templated else list(llm.tokenizer(said[-1]["content"]).input_ids))
+        for prompt, said in zip(chosen, texts, strict=True)
+    ]
     mode: Any = "quick" if quick else "full" if full else "standard"
     certificate = run_certify(llm, config | drafter, asked_ids, mode=mode, method=plugin or None, progress=True)
     Console(highlight=False).print(table(certificate, Console(highlight=False)))

@@ -191,7 +191,7 @@ def plugin(name: str) -> "Drafter[Any]":
                 "without arguments, or an instance"
             ) from error
     if not isinstance(drafter, Drafter):
-        raise BadRequest(f"--plugin {name!r} is a {type(drafter).__name__}; a paceline.Drafter is needed")
+        raise BadRequest(f"--plugin {name!r} gives {type(drafter).__name__}; a paceline.Drafter is needed")
     return drafter
 
 

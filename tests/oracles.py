@@ -6,6 +6,7 @@ Nothing here uses the package's cache, masks, attention, laws or loop. The one t
 
 import functools
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,11 @@ WINDOWED = {"mistral": 6, "gemma3": 4}
 """Sliding windows in tokens; Gemma-3's second layer attends to everything."""
 
 GREEDY = SamplingParams(temperature=0.0)
+
+
+def named(value: object) -> str:
+    """A name for a test's parameter that is the same in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

@@ -418,7 +418,6 @@ def test_the_mark_of_a_parting_tells_near_tie_from_bug() -> None:
     assert "parts after 3 of 128: near-tie" in drawn
 
 
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0, "0"), (0.0, "0"), (1346, "1,346"), (12000.0, "12,000"), (1.1e-16, "1.1e-16"), (1e-9, "1e-9"),

@@ -413,7 +413,7 @@ def test_help_without_arguments() -> None:
 
 def test_only_the_commands_of_this_version_are_there() -> None:
     text = paceline("--help").stdout
-    assert not [name for name in ("certify", "train", "plan", "serve", "inspect") if f" {name} " in text]
+    assert not [name for name in ("train", "plan", "serve", "inspect") if f" {name} " in text]
 
 
 def test_pull_prints_the_path_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -748,3 +748,163 @@ def test_a_console_without_unicode_gets_plain_characters() -> None:
     console = Console(width=80, file=open("/dev/null", "w", encoding="ascii"), record=True)  # noqa: SIM115
     console.print(show.step_table(watched(), console))
     assert console.export_text().isascii()
+
+
+# -- certify -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with modules that hold drafters, good and bad, and a file of prompts."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    modules = {
+        "fine": "from paceline.draft.ngram import Ngram\nnumber = 3\nready = Ngram(2)\n",
+        "raising": "class Picky:\n    def __init__(self):\n        raise OSError('no weights here')\n",
+        "needy": "from paceline.draft.ngram import Ngram\nclass Needy(Ngram):\n    def __init__(self, size): pass\n",
+        "torn": "def half(:\n",
+        "failing": "1 / 0\n",
+    }
+    for name, text in modules.items():
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        (tmp_path / f"{name}.py").write_text(text)
+    rows = [{"id": "sum", "prompt": "def add(a, b):"}, {"id": "fox", "prompt": "the quick brown fox jumps"}]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"promt": "b"}\n')
+    return tmp_path
+
+
+NGRAM = ["--method", "ngram"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([*NGRAM, "--quick", "--full"], "--quick and --full were both given; leave one out"),
+        ([], "one method is needed: --method NAME, --draft-model MODEL, or --plugin MODULE:CLASS"),
+        ([*NGRAM, "--plugin", "fine:Ngram"], "one method is needed"),
+        (["--draft-model", "small", "--plugin", "fine:Ngram"], "one method is needed"),
+        ([*NGRAM, "--json", "no/such/c.json"], "no/such/c.json: there is no folder"),
+        ([*NGRAM, "--html", "no/such/c.html"], "no/such/c.html: there is no folder"),
+        (["--plugin", "fine"], "--plugin 'fine': MODULE:CLASS is needed, such as my_drafters:LastSuccessor"),
+        (["--plugin", "absent_module:Drafter"], "--plugin 'absent_module:Drafter': No module named 'absent_module'"),
+        (["--plugin", "fine:Absent"], "--plugin 'fine:Absent': module 'fine' has no attribute 'Absent'"),
+        (["--plugin", "fine:number"], "--plugin 'fine:number' gives int; a paceline.Drafter is needed"),
+        (["--plugin", "pathlib:Path"], "a paceline.Drafter is needed"),
+        (["--plugin", "raising:Picky"], "--plugin 'raising:Picky': Picky() raised OSError: no weights here"),
+        (["--plugin", "needy:Needy"], "give a class that is made without arguments, or an instance"),
+        (["--plugin", "torn:Half"], "--plugin 'torn:Half': importing torn raised SyntaxError"),
+        (["--plugin", "failing:Half"], "--plugin 'failing:Half': importing failing raised ZeroDivisionError"),
+        ([*NGRAM, "--prompts", "absent.jsonl"], "no prompt file 'absent.jsonl'"),
+        ([*NGRAM, "--prompts", "bad.jsonl"], "bad.jsonl:2: needs exactly one of 'prompt', 'messages' or 'turns'"),
+        ([*NGRAM, "--promts", "p.jsonl"], "No such option: --promts; did you mean --prompts?"),
+    ],
+)
+def test_certify_refuses_wrong_use_before_it_loads(
+    loaded: Loaded, workplace: Path, arguments: list[str], words: str
+) -> None:
+    result = paceline("certify", "m", *arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("paceline: ")
+    assert words in result.stderr
+    assert result.stderr.count("\n") <= 2
+    assert "Traceback" not in result.stderr
+    assert loaded.asked == ()
+
+
+@pytest.mark.parametrize("spelling", ["fine:Ngram", "fine:ready"])
+def test_a_plugin_is_a_class_or_an_instance_from_this_folder(workplace: Path, spelling: str) -> None:
+    from paceline.draft.ngram import Ngram
+
+    assert isinstance(options.plugin(spelling), Ngram)
+
+
+def test_certify_explains_itself() -> None:
+    result = paceline("certify", "--help")
+    assert result.exit_code == 0
+    text = " ".join(result.stdout.replace("│", " ").split())
+    for word in ("--method", "--draft-model", "--plugin", "--quick", "--full", "--prompts", "--json", "--html"):
+        assert word in text
+    assert "Exit 1 if it is not." in text
+    assert "certify" in paceline("--help").stdout
+
+
+@pytest.fixture
+def small_certify(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A certification that does little, and takes the proofs on small targets on trust."""
+    from paceline.certify import run
+    from paceline.testing import Report
+
+    for mode in run.SIZES:
+        monkeypatch.setitem(run.SIZES, mode, run.Size(2, 8, 8, 1, 2))
+    monkeypatch.setattr(run, "check_rule", lambda *_, **__: Report("rule"))
+    monkeypatch.setattr(run, "check_drafter", lambda *_, **__: Report("drafter"))
+
+
+def certify_tiny(model: Path, *arguments: str) -> Result:
+    return paceline("certify", str(model), "--dtype", "float64", "--threads", "1", *arguments)
+
+
+def test_certify_prints_and_writes_what_it_found(small_certify: None, workplace: Path, tiny_model: Path) -> None:
+    result = certify_tiny(
+        tiny_model, *NGRAM, "--quick", "--prompts", "p.jsonl", "--json", "c.json", "--html", "c.html"
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("lossless: every check passed")
+    assert "the page is in c.html" in result.stderr
+    found = json.loads((workplace / "c.json").read_text(), parse_constant=pytest.fail)
+    assert (found["verdict"], found["method"], found["mode"]) == ("lossless", "ngram", "quick")
+    assert [one["name"] for one in found["layers"][2]["figures"]["prompts"]] == ["sum", "fox"]
+    assert found["environment"]["dtype"] == "float64"
+    page = (workplace / "c.html").read_text()
+    assert page.lower().startswith("<!doctype html>")
+    assert "lossless" in page
+    assert [path.name for path in workplace.iterdir() if path.name.startswith(".c.")] == []  # nothing half written
+
+
+@pytest.mark.parametrize(("flags", "mode"), [(["--quick"], "quick"), ([], "standard"), (["--full"], "full")])
+def test_certify_modes_and_the_prompts_that_come_along(
+    small_certify: None, workplace: Path, tiny_model: Path, flags: list[str], mode: str
+) -> None:
+    result = certify_tiny(tiny_model, "--plugin", "fine:ready", *flags, "--json", "c.json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads((workplace / "c.json").read_text())
+    assert (found["mode"], found["method"]) == (mode, "fine:ready")
+    code, question = [one["name"] for one in found["layers"][2]["figures"]["prompts"]]
+    assert code.startswith("HumanEval")
+    assert not question.startswith("HumanEval")
+
+
+def test_certify_fails_where_there_is_a_bug(
+    small_certify: None, workplace: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text with speculation is one token off from the third on."""
+    from paceline.llm import LLM
+
+    generate = LLM.generate
+
+    def off(self: Any, prompts: Any, params: Any, *, speculative_config: Any) -> Any:
+        outputs = generate(self, prompts, params, speculative_config=speculative_config)
+        if speculative_config != {"method": "none"}:
+            for output in outputs:
+                output.token_ids[2:3] = [(token + 1) % 300 for token in output.token_ids[2:3]]
+        return outputs
+
+    monkeypatch.setattr(LLM, "generate", off)
+    result = certify_tiny(tiny_model, *NGRAM, "--prompts", "p.jsonl", "--json", "c.json")
+    assert result.exit_code == 1
+    assert result.stdout.startswith("bug: speculation with ngram changes what")
+    found = json.loads((workplace / "c.json").read_text())
+    assert found["verdict"] == "bug"
+    assert {one["verdict"] for one in found["layers"] if one["name"] in ("greedy", "sampled")} == {"bug"}
+    assert found["parted"][0]["difference"]["index"] == 2
+
+
+def test_certify_has_nothing_to_say_about_plain_decoding(workplace: Path, tiny_model: Path) -> None:
+    for how in (["--method", "none"], [*NGRAM, "--num-speculative-tokens", "0"]):
+        result = certify_tiny(tiny_model, *how, "--prompts", "p.jsonl", "--json", "c.json")
+        assert result.exit_code == 2
+        assert "plain decoding is what others are compared with; name a method" in result.stderr
+        assert result.stdout == ""
+        assert not (workplace / "c.json").exists()

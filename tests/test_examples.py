@@ -77,6 +77,13 @@ def test_draft_model(tiny_model: Path) -> None:
     assert "tree: 4.00 tokens per pass, same text: True" in out
 
 
+def test_certify_a_drafter(tiny_model: Path) -> None:
+    out = run("09_certify_a_drafter.py", tiny_model)
+    assert "Followers: 0 of 16 checks failed" in out
+    assert "Likeliest: 2 of 16 checks failed" in out
+    assert "[0, 1, 0] has probability 0.5472 and should have 0.3648" in out
+
+
 def test_every_example_is_tested() -> None:
     source = Path(__file__).read_text(encoding="utf-8")
     missing = [path.name for path in EXAMPLES.glob("*.py") if f'run("{path.name}"' not in source]

@@ -14,6 +14,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
+from oracles import named
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paceline import LLM, BadRequest, RequestOutput, SamplingParams, UnsupportedModel
@@ -156,7 +157,7 @@ def test_a_model_without_a_template_says_so(tiny_model: Path) -> None:
         {"method": "ngram", "rejection_sample_method": "block"},
         SpeculativeConfig(method=ScriptedTree(lambda ids: [[1, 2], [3]])),
     ],
-    ids=str,
+    ids=named,
 )
 def test_every_setting_of_a_call_gives_the_same_greedy_text(llm: LLM, reference: Any, config: Any) -> None:
     prompt = [4, 5, 6, 7, 4, 5, 6]
@@ -263,7 +264,7 @@ def test_a_bad_prompt_among_good_ones_fails_alone(llm: LLM, reference: Any, bad:
         ({"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "1 <= min <= max"),
         ({"rejection_sample_method": "blocks"}, "did you mean 'block'"),
     ],
-    ids=str,
+    ids=named,
 )
 def test_bad_configs_are_refused_by_calls_and_by_loading(
     llm: LLM, tiny_model: Path, forwards: list[int], config: Any, words: str
@@ -318,7 +319,7 @@ def test_bad_params_are_refused_before_any_work(llm: LLM, forwards: list[int], p
         {"stop_token_ids": [-1]},
         {"temprature": 1.0},
     ],
-    ids=str,
+    ids=named,
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(BadRequest) as refusal:
@@ -453,7 +454,7 @@ def test_same_seed_same_text_under_every_rule(llm: LLM, rule: str) -> None:
 # -- streams -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [None, NGRAM, {"method": ScriptedTree(lambda ids: [[7, 8, 9], [10]])}], ids=str)
+@pytest.mark.parametrize("config", [None, NGRAM, {"method": ScriptedTree(lambda ids: [[7, 8, 9], [10]])}], ids=named)
 @pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"seed": 4}], ids=str)
 def test_streams_say_what_generate_says(llm: LLM, config: Any, settings: dict[str, Any]) -> None:
     prompt, params = [4, 5, 6, 4, 5], SamplingParams(max_tokens=40, **settings)

@@ -1,5 +1,7 @@
 """A model's own next-token laws as a table, so that what speculation makes of them can be counted exactly."""
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -20,6 +22,10 @@ class OwnLaws(ToyTarget):
         super().__init__(lambda text: (), target.vocab_size, max_positions=target.max_positions)
         self.target = target
         self.known: dict[tuple[int, ...], Float[Tensor, V]] = {}
+
+    def law(self, text: Sequence[int]) -> Float[Tensor, "V"]:
+        """See `ToyTarget`; raw logits may lie anywhere, so they are made a law by softmax."""
+        return self._row(tuple(text)).double().softmax(-1)
 
     def _row(self, text: tuple[int, ...]) -> Float[Tensor, "V"]:
         if text not in self.known:

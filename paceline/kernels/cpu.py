@@ -93,8 +93,11 @@ def _try(linears: list[nn.Linear], width: int) -> tuple[bool, bool]:
 
 
 def threads_available() -> int:
-    """Cores given to this process (affinity and container quota), not those of the machine."""
+    """Cores given to this process (affinity and container quota), not those of the machine; at most OMP_NUM_THREADS."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    wished = os.environ.get("OMP_NUM_THREADS", "")
+    if wished.isdecimal() and int(wished) > 0:
+        cores = min(cores, int(wished))
     try:
         with open("/sys/fs/cgroup/cpu.max") as file:
             quota, period = file.read().split()
