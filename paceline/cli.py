@@ -422,7 +422,7 @@ def certify(
     if bool(plugin) == ("method" in config or "model" in config):
         raise BadRequest("one method is needed: --method NAME, --draft-model MODEL, or --plugin MODULE:CLASS")
     if config.get("method") == "none":
-        raise BadRequest("plain decoding is what others are compared with; name another, such as --method ngram")
+        raise BadRequest("plain decoding is what others are compared with; name a method, such as --method ngram")
     for path in (json_file, html):
         if path and not path.absolute().parent.is_dir():
             raise BadRequest(f"{path}: there is no folder {path.absolute().parent}")

@@ -147,7 +147,8 @@ def proved_before(monkeypatch: pytest.MonkeyPatch) -> Prove:
 def test_ngram_is_lossless_layer_by_layer(llm: LLM, folder: Path, proved_before: Prove) -> None:
     proved_before("coupled")
     certificate = certified(llm, {"method": "ngram"})
-    assert verdicts(certificate) == dict.fromkeys(LAYERS, "lossless")
+    # Where no text of three tokens is likely enough to count, the joint law says nothing.
+    assert verdicts(certificate) == dict.fromkeys(LAYERS, "lossless") | {"joint law": "skipped"}
     assert [one.name for one in certificate.layers] == LAYERS
     assert [one.strength for one in certificate.layers] == ["equal", "equal", "equal", "equal", "tested", "measured"]
     assert (certificate.verdict, certificate.model) == ("lossless", str(folder))
@@ -393,7 +394,7 @@ def test_under_coupled_a_drafter_for_this_vocabulary_alone_is_tested_by_its_text
 ) -> None:
     proved_before("coupled")
     certificate = certified(llm, {"method": Own(len(llm.tokenizer), [5, 6], lies=True)})
-    assert verdicts(certificate) == dict.fromkeys(LAYERS, "lossless") | {"drafter": "skipped"}
+    assert verdicts(certificate) == dict.fromkeys(LAYERS, "lossless") | {"drafter": "skipped", "joint law": "skipped"}
     assert (certificate.method, certificate.verdict) == ("Own", "lossless")
 
 
@@ -717,8 +718,11 @@ def test_rounding_makes_near_ties_and_only_where_this_machine_rounds(
     certificate = certified(llm, drafting(draft, num_speculative_tokens=4), reference=own)
     plain = {
         (prompt.name, params.temperature): (prompt.ids, reference(exact, prompt.ids, 20, params, llm.eos_ids).ids)
-        for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=SAMPLED, seed=7))
-        for prompt in prompts(llm)[: SMALL.num_prompts]
+        for i, prompt in enumerate(prompts(llm)[: SMALL.num_prompts])
+        for params in (
+            SamplingParams(temperature=0.0),
+            SamplingParams(temperature=SAMPLED, seed=7, top_p=0.9 if i % 2 else 1.0),
+        )
     }
     verdict = "near_ties_only" if rounds else "bug"
     assert certificate.verdict == verdict

@@ -17,6 +17,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from jaxtyping import config as shape_checks
 from mkdocs.exceptions import PluginError
 from test_readme import NAMED, blocks
 
@@ -138,6 +139,8 @@ def test_every_error_is_described() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_python_on_the_page_runs(page: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    # As users run it: the checks on shapes draw from the global generator, which the page's suites watch.
+    monkeypatch.setattr(shape_checks, "jaxtyping_disable", True)
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks(_text(page.name)):
         if block.language != "python":

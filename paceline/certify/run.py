@@ -426,6 +426,10 @@ class _Work:
             "log10_e": path,
             "smallest_tv": tv,
         }
+        if not total.df and not bug:
+            return Layer(
+                "joint law", "tested", "skipped", "These laws are too flat: no text is likely enough to be counted."
+            )
         return Layer("joint law", "tested", "bug" if bug else "lossless", text, figures)
 
     def _sample(
