@@ -147,8 +147,7 @@ def proved_before(monkeypatch: pytest.MonkeyPatch) -> Prove:
 def test_ngram_is_lossless_layer_by_layer(llm: LLM, folder: Path, proved_before: Prove) -> None:
     proved_before("coupled")
     certificate = certified(llm, {"method": "ngram"})
-    # Where no text of three tokens is likely enough to count, the joint law says nothing.
-    assert verdicts(certificate) == dict.fromkeys(LAYERS, "lossless") | {"joint law": "skipped"}
+    assert verdicts(certificate) == dict.fromkeys(LAYERS, "lossless")
     assert [one.name for one in certificate.layers] == LAYERS
     assert [one.strength for one in certificate.layers] == ["equal", "equal", "equal", "equal", "tested", "measured"]
     assert (certificate.verdict, certificate.model) == ("lossless", str(folder))
@@ -394,7 +393,7 @@ def test_under_coupled_a_drafter_for_this_vocabulary_alone_is_tested_by_its_text
 ) -> None:
     proved_before("coupled")
     certificate = certified(llm, {"method": Own(len(llm.tokenizer), [5, 6], lies=True)})
-    assert verdicts(certificate) == dict.fromkeys(LAYERS, "lossless") | {"drafter": "skipped", "joint law": "skipped"}
+    assert verdicts(certificate) == dict.fromkeys(LAYERS, "lossless") | {"drafter": "skipped"}
     assert (certificate.method, certificate.verdict) == ("Own", "lossless")
 
 
