@@ -427,9 +427,7 @@ class _Work:
             "smallest_tv": tv,
         }
         if not total.df and not bug:
-            return Layer(
-                "joint law", "tested", "skipped", "These laws are too flat: no text is likely enough to be counted."
-            )
+            text += " These laws are too flat for this many samples: no text was likely enough to be counted."
         return Layer("joint law", "tested", "bug" if bug else "lossless", text, figures)
 
     def _sample(
