@@ -21,16 +21,15 @@ class OwnLaws(ToyTarget):
     def __init__(self, target: HFTarget) -> None:
         super().__init__(lambda text: (), target.vocab_size, max_positions=target.max_positions)
         self.target = target
-        self.known: dict[tuple[int, ...], Float[Tensor, V]] = {}
 
     def law(self, text: Sequence[int]) -> Float[Tensor, "V"]:
         """See `ToyTarget`; raw logits may lie anywhere, so they are made a law by softmax."""
         return self._row(tuple(text)).double().softmax(-1)
 
     def _row(self, text: tuple[int, ...]) -> Float[Tensor, "V"]:
-        if text not in self.known:
-            self.known[text] = read(self.target, text)
-        return self.known[text]
+        if text not in self._logits:
+            self._logits[text] = read(self.target, text)
+        return self._logits[text]
 
 
 def read(target: HFTarget, text: tuple[int, ...]) -> Float[Tensor, "V"]:

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -79,15 +79,6 @@ class Named(NamedTuple):
 
     name: str
     ids: list[int]
-
-
-@dataclass
-class _Texts:
-    """Texts without and with speculation, prompt by prompt."""
-
-    temperature: float
-    plain: list[RequestOutput]
-    fast: list[RequestOutput]
 
 
 def certify(
