@@ -443,7 +443,8 @@ def certify(
     ]
     mode: Any = "quick" if quick else "full" if full else "standard"
     certificate = run_certify(llm, config | drafter, asked_ids, mode=mode, method=plugin or None, progress=True)
-    Console(highlight=False).print(table(certificate, Console(highlight=False)))
+    console = Console(highlight=False)
+    console.print(table(certificate, console))
     if json_file:
         write_atomically(json_file, certificate.to_json() + "\n")
     if html:

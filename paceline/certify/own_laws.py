@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from paceline.prefix import CHUNK
 from paceline.target import HFTarget
+from paceline.testing.exact import read
 from paceline.testing.toy import ToyTarget
 
 
@@ -30,13 +29,3 @@ class OwnLaws(ToyTarget):
         if text not in self._logits:
             self._logits[text] = read(self.target, text)
         return self._logits[text]
-
-
-def read(target: HFTarget, text: tuple[int, ...]) -> Float[Tensor, "V"]:
-    """[V]: the row after a text as plain decoding sees it: the prompt in chunks, then its last token by itself."""
-    cache, last = target.new_cache(1, len(text)), len(text) - 1
-    for begin in range(0, last, CHUNK):
-        part = torch.tensor([text[begin : min(begin + CHUNK, last)]])
-        target.forward(part, torch.arange(part.shape[1])[None], None, cache, logits=False)
-        cache.commit([range(part.shape[1])])
-    return target.forward(torch.tensor([[text[-1]]]), torch.tensor([[0]]), None, cache).logits[0, 0].clone()

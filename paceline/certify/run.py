@@ -48,7 +48,6 @@ OPENINGS = ("import numpy as", "Once upon a time", "Question: How are you?\nAnsw
 """Where the joint law is sampled: beginnings after which a dozen texts share most of the probability, none too much."""
 OWN_LIMIT = 1e-4
 """Total variation that float32 laws of a real model may show in an enumeration."""
-
 ROWS = 16
 """Rows at a time when many short samples are drawn."""
 MISSED = 0.9
@@ -205,8 +204,8 @@ class _Work:
         if report.failed:
             return _failed("rule", "proved", report, {"cases": cases})
         if self.is_seeded:
-            kept = "; ".join(check.detail for check in report.checks[:1])
-            text = f"Ids equal those of plain sampling on random laws, trees, settings and seeds ({kept}, and so on)."
+            text = "; ".join(f"{check.name}: {check.detail}" for check in report.checks) + "."
+            text = f"Random laws, trees, settings and seeds. {text[0].upper()}{text[1:]}"
             return Layer("rule", "equal", "lossless", text)
         return Layer(
             "rule",

@@ -19,6 +19,7 @@ from torch import Tensor
 from paceline.decode import Request, prefill, step
 from paceline.draft.base import Drafter
 from paceline.errors import BadRequest, IncompatibleDrafter, PacelineError
+from paceline.prefix import CHUNK
 from paceline.sampling import Draws, Sampler, SamplingParams
 from paceline.target import Target
 from paceline.testing.toy import ToyTarget
@@ -286,7 +287,7 @@ def outcomes(walk: Callable[[Branching], R], most: int = 100_000) -> Iterator[tu
 class PlainLaw:
     """What plain decoding says, from the target's laws alone: no tree, no rule, no loop, no reuse of a cache.
 
-    A `ToyTarget` is asked for its table; any other target reads the whole text anew for every token.
+    A `ToyTarget` is asked for its table; any other target reads the whole text anew for every token, see `read`.
     """
 
     def __init__(
@@ -326,12 +327,20 @@ class PlainLaw:
             if isinstance(self.target, ToyTarget):
                 self._logits[text] = self.target.law(whole).log()
             else:
-                cache, size = self.target.new_cache(1, len(whole)), len(whole)
-                seen = self.target.forward(torch.tensor([whole]), torch.arange(size)[None], None, cache)
-                self._logits[text] = seen.logits[0, -1].clone()
+                self._logits[text] = read(self.target, whole)
         return self._logits[text]
 
     def _sampler(self, text: Text) -> Sampler:
         sampler = Sampler(self.params, self.target.vocab_size, self.prompt, Draws(0), ends=self.stops)
         sampler.extend(text)
         return sampler
+
+
+def read(target: Target, text: Sequence[int]) -> Float[Tensor, "V"]:
+    """[V]: the raw row after a text as plain decoding reads it: in chunks, and the last token by itself."""
+    cache, last = target.new_cache(1, len(text)), len(text) - 1
+    for begin in range(0, last, CHUNK):
+        part = torch.tensor([list(text[begin : min(begin + CHUNK, last)])])
+        target.forward(part, torch.arange(part.shape[1])[None], None, cache, logits=False)
+        cache.commit([range(part.shape[1])])
+    return target.forward(torch.tensor([[text[-1]]]), torch.tensor([[0]]), None, cache).logits[0, 0].clone()

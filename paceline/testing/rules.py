@@ -32,8 +32,6 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "two by two": (-1, 0, 0, 1, 1),
     "a twig under each": (-1, 0, 0, 1, 2),
 }
-
-
 ONCE = "no chance is used twice"
 
 
