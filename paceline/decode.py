@@ -459,10 +459,10 @@ def _within(tree: TokenTree, row: Request, ask: Ask, drafter: Drafter[Any]) -> T
         largest, offsets = int(tree.rider.tokens.max()), tree.rider.offsets
         if largest >= row.vocab_size:
             raise IncompatibleDrafter(f"{name} has rider id {largest}; the target has ids 0 to {row.vocab_size - 1}")
-        if int(offsets.min()) < 0 or ask.position + int(offsets.max()) >= row.max_positions:
+        first, last = ask.position + int(offsets.min()), ask.position + int(offsets.max())
+        if first < 0 or last >= row.max_positions:
             raise IncompatibleDrafter(
-                f"{name} has riders at offsets {int(offsets.min())} to {int(offsets.max())} from position "
-                f"{ask.position}; positions up to {row.max_positions - 1} exist"
+                f"{name} has riders at positions {first} to {last}; the context has 0 to {row.max_positions - 1}"
             )
     if max(tree.depth) > ask.depth:
         tree = tree.shallow(ask.depth)

@@ -601,8 +601,8 @@ def with_rider(token: int, offset: int) -> TokenTree:
         (TokenTree.chain(9, [4, VOCAB]), f"drafted id {VOCAB}; the target has ids 0 to {VOCAB - 1}"),
         (TokenTree.chain(9, [4, 10**6]), "drafted id 1000000"),
         (with_rider(VOCAB, 1), f"rider id {VOCAB}; the target has ids 0 to {VOCAB - 1}"),
-        (with_rider(3, -2), "riders at offsets -2 to -2 from position 1; positions up to 255 exist"),
-        (with_rider(3, 255), "riders at offsets 255 to 255 from position 1"),
+        (with_rider(3, -2), "riders at positions -1 to -1; the context has 0 to 255"),
+        (with_rider(3, 255), "riders at positions 256 to 256"),
     ],
 )
 def test_vllm_13849_trees_that_do_not_fit_are_refused(tree: TokenTree, words: str) -> None:
