@@ -4,8 +4,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 DEMO_MODEL ?= qwen2.5-coder-1.5b-instruct-q4_k_m
 
-# A process per core, one thread each: models this small are slower with more. 5 means that no test was chosen.
-FAST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not real' -n auto --dist loadfile $(ARGS) || [ $$? -eq 5 ]
+# A process per core, one thread each: models this small are slower with more.
+EACH_CORE = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -18,11 +18,11 @@ demo: $(STAMP) ## generate without and with speculation, in colour (fetches the 
 	$(BIN)/paceline generate $(DEMO_MODEL) @examples/demo_prompt.txt --chat --show --compare --max-tokens 224 --temperature 0
 
 test: $(STAMP) ## every test, those on the real model included
-	$(FAST)
+	$(EACH_CORE) --dist loadfile -m 'not real' $(ARGS) || [ $$? -eq 5 ]  # 5: no test was chosen
 	$(BIN)/python -m pytest -m real $(ARGS) || [ $$? -eq 5 ]
 
-test-fast: $(STAMP) ## the tests that need no real model
-	$(FAST)
+test-fast: $(STAMP) ## the short run: no real model, nothing slow, annotations unchecked
+	PACELINE_SHAPE_CHECKS=off $(EACH_CORE) -m 'not real and not slow' $(ARGS)
 
 check: $(STAMP) ## format, lint, types, import directions, public names
 	$(BIN)/ruff format --check .

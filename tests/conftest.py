@@ -11,7 +11,9 @@ import torch
 from jaxtyping import install_import_hook
 
 # Shape annotations are checked on every call in the test run, and only there. Before anything of the package is loaded.
-install_import_hook("paceline", "beartype.beartype")
+# Two thirds of the time goes into it, so the short run (`make test-fast`) leaves it to the whole one.
+if os.environ.get("PACELINE_SHAPE_CHECKS") != "off":
+    install_import_hook("paceline", "beartype.beartype")
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, print_blob=True)
 hypothesis.settings.load_profile("repeatable")

@@ -36,6 +36,7 @@ from paceline.testing import Report, check_rule, rules
 from paceline.tree import Drawn, TokenTree
 from paceline.verify import RULES, Verdict, coupled, needs_q, standard
 
+pytestmark = pytest.mark.slow
 LAYERS = ["rule", "drafter", "greedy", "sampled", "joint law", "acceptance"]
 TEXTS = [
     "def add(a, b):\n    return a + b\n\ndef add(a, b):\n    return",

@@ -33,6 +33,8 @@ from paceline.sampling import Sampler, SamplingParams
 from paceline.tree import TokenTree
 from paceline.verify import Chances, Rule, Verdict, coupled, standard
 
+pytestmark = pytest.mark.slow
+
 LEVEL = 5e-9
 """The chance that a right sampler fails one check."""
 CHECKS = 200

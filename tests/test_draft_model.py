@@ -341,6 +341,7 @@ def match(p: Tensor, q: Tensor) -> float:
     return float((1.0 / ratio.sum(1)).sum())
 
 
+@pytest.mark.slow
 def test_acceptance_is_the_closed_form() -> None:
     draft, model = near()
     prompts = [prompt_of(5, seed) for seed in range(16)]
@@ -392,6 +393,7 @@ def outcomes(rule: str, top_k: int, depth: int, budget: int, total: int) -> list
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "top_k", "budget"), [("standard", 1, 2), ("standard", 2, 6), ("block", 1, 2), ("block", 3, 5)]
 )
@@ -412,6 +414,7 @@ def test_the_law_is_exact_under_the_rules_that_need_q(rule: str, top_k: int, bud
             assert abs(count - total * chance) < 5 * math.sqrt(total * chance * (1 - chance)), path
 
 
+@pytest.mark.slow
 def test_block_keeps_no_less_than_standard() -> None:
     kept = {rule: sum(len(ids) - 1 for ids in outcomes(rule, 1, 4, 4, 1000)) for rule in ("standard", "block")}
     assert kept["block"] > 1.02 * kept["standard"]

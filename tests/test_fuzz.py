@@ -41,6 +41,8 @@ from paceline.sampling import Draws, Sampler, SamplingParams
 from paceline.testing import ScriptedTree
 from paceline.tree import Drawn, Stacked, TokenTree
 
+pytestmark = pytest.mark.slow
+
 TIMES = int(os.environ.get("PACELINE_FUZZ", "1"))
 
 Bug = Callable[[], AbstractContextManager[Any]]

@@ -21,6 +21,8 @@ from paceline import LLM, RequestOutput, SamplingParams
 from paceline.draft.model import DraftModel
 from paceline.target import HFTarget
 
+pytestmark = pytest.mark.slow
+
 TABLE = Path(__file__).parents[1] / "docs" / "data" / "parameters.json"
 MODES: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.9, "seed": 21}}
 METHODS = ("none", "ngram", "draft_model chain", "draft_model tree")

@@ -256,6 +256,7 @@ def live_tensors() -> int:
     return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects() if type(thing).__module__ == "torch")
 
 
+@pytest.mark.slow
 def test_five_hundred_prompts_in_flat_memory(tiny_model: Path) -> None:
     llm = LLM(tiny_model, threads=1, max_num_seqs=8)
     llm._prefixes = Prefixes(100_000)  # full after a few rows
@@ -311,6 +312,7 @@ print(json.dumps(counts))
 """
 
 
+@pytest.mark.slow
 def test_vllm_15506_three_hundred_mixed_calls(tiny_model: Path) -> None:
     """Nothing is held when a call is over: live tensors and traced memory stay flat, aborted calls included.
 

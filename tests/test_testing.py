@@ -514,6 +514,7 @@ def test_rules_of_the_package(rule: str) -> None:
     assert len(report.total_variations) > 70 or rule == "coupled"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [NoDraft, Ngram, LastSuccessor])
 def test_drafters_without_weights(drafter: type[Drafter[Any]]) -> None:
     report = check_drafter(drafter).verify()
@@ -533,6 +534,7 @@ def pair() -> tuple[HFTarget, HFTarget]:
     return HFTarget(model), HFTarget(near)
 
 
+@pytest.mark.slow
 def test_draft_model_with_trees() -> None:
     """Coupled to the noise; what is so drafted is FIXED to the other rules."""
     model, near = pair()
@@ -543,6 +545,7 @@ def test_draft_model_with_trees() -> None:
     assert {check.name for check in report.checks if check.skipped} == {"a prompt that is read in chunks"}
 
 
+@pytest.mark.slow
 def test_draft_model_with_chains(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "coupled, ", "rows that", "budgets", TWICE, "every begin has its end", "it helps")
     model, near = pair()
@@ -559,6 +562,7 @@ def test_draft_model_that_draws(tree_top_k: int, rule: str, label: str, monkeypa
     assert f"trees {label}" in detail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_targets(arch: str) -> None:
     report = check_target(target(arch)).verify()
