@@ -311,7 +311,9 @@ def _power(figures: dict[str, Any]) -> Html:
     p, alpha, smallest = (real(figures.get(key)) for key in ("p_value", "alpha", "smallest_tv"))
     parts = [f"p-value of all contexts together: {number(p)}."] if p is not None else []
     if alpha is not None:
-        parts.append(f"The test calls a bug where there is none with a probability of at most {number(alpha)}.")
+        parts.append(
+            f"Each of the two tests calls a bug where there is none with a probability of at most {number(alpha)}."
+        )
     if smallest is not None:
         parts.append(f"A total variation of {number(smallest)} or more would have been seen.")
     return el("p", " ".join(parts), class_="key") if parts else Html("")

@@ -412,7 +412,7 @@ class _Work:
         figures = {
             "contexts": contexts,
             "p_value": total.p_value,
-            "alpha": ALPHA,
+            "alpha": ALPHA / 2,
             "log10_e": path,
             "smallest_tv": tv,
         }
