@@ -103,6 +103,16 @@ class KVCache(Cache):
             found.append(buffer[:, :, :visible])
         return found[0], found[1]
 
+    def buffers(self, layers: int, heads: int, dim: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        """Every layer's keys and values [rows, heads, capacity, dim], for a forward that stores them by itself.
+
+        Row b's next slot is `lengths[b] + staged`; what is stored must be finite. Call it once the pass is open.
+        """
+        while len(self._kv) < layers:
+            like = torch.empty(self.rows, heads, 0, dim, dtype=dtype)
+            self._kv.append((self._zeros(like), self._zeros(like)))
+        return self._kv
+
     @torch.inference_mode()
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep, in each row, the staged slots of an accepted path (increasing), and drop the others.

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from paceline.cache import KVCache
 from paceline.errors import UnsupportedModel
 from paceline.kernels import Kernel, native, prepare
+from paceline.kernels.quantised import MOST_TOKENS, Quantised, why_not
 
 ATTENTION = "paceline"
 """Name of our attention function in the registry of `transformers`."""
@@ -98,8 +99,29 @@ class HFTarget:
             getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         )
 
+        self.few: Quantised | None = None
+        """What reads passes over few tokens instead, see `quantise`."""
         if trial is not None:
             trial.judge(self)
+
+    def quantise(self, bits: int, vocab_size: int | None = None) -> None:
+        """From now on read passes over few tokens with weights in few bits: for a draft model, never for a target.
+
+        Args:
+            bits: 4 or 8.
+            vocab_size: score only the first so many ids.
+        """
+        why = why_not(self.model)
+        if why:
+            raise UnsupportedModel(f"no weights in {bits} bits here: {why}; leave draft_dtype out")
+        if self.few is None or self.few.bits != bits:
+            self.few = Quantised(self.model, bits)
+        self.few.score(vocab_size)
+
+    @property
+    def num_scored(self) -> int:
+        """How many ids get logits, the first ones: all but where `quantise` was told otherwise."""
+        return self.vocab_size if self.few is None else self.few.vocab_size
 
     @property
     def device(self) -> torch.device:
@@ -136,8 +158,11 @@ class HFTarget:
     ) -> Seen:
         """See `Target`."""
         device = self.device
-        cache.start(offsets)
         lengths = torch.tensor(cache.lengths)[:, None]
+        if self.few is not None and logits and not taps and tokens.numel() <= MOST_TOKENS:
+            few = self.few.forward(tokens, offsets, lambda: visible_slots(lengths, offsets, mask, cache), cache)
+            return Seen(few, None)
+        cache.start(offsets)
         out: Any = self.model(
             input_ids=tokens.to(device),
             position_ids=(lengths + offsets).to(device),
@@ -169,8 +194,17 @@ class HFTarget:
             seen, open_keys = allowed, min(cache.lengths)
             if kind == "sliding_attention":
                 seen, open_keys = allowed & within_window(self._window, lengths, offsets, cache), 0
-            tiled = self.kernel.tile_attention
-            made[kind] = native.row_bits(seen, self._groups, open_keys) if tiled else self._additive(seen)
+            if not self.kernel.tile_attention:
+                made[kind] = self._additive(seen)
+                continue
+            strays = None
+            if mask is not None and offsets.shape[1] > 1:
+                # Nodes off a tree's first path: their keys are summed in plain decoding's order, for its very bits.
+                seen = seen.clone()
+                strays = native.take_strays(seen, cache.lengths, cache.offsets)
+            bits: Any = native.row_bits(seen, self._groups, open_keys // native.KEYS * native.KEYS)
+            bits.strays = strays  # travels with the mask, the one thing that reaches attention untouched
+            made[kind] = bits
         return made if len(made) > 1 else made[self._types[0]]
 
     def _additive(self, seen: Bool[Tensor, "B N S"]) -> Tensor:
@@ -245,8 +279,8 @@ def attention(
                 f"{type(module).__name__} has heads unlike what its config says (queries {list(query.shape)} "
                 f"{query.dtype}, values {list(value.shape)} {value.dtype}); load the model with dtype='float32'"
             )
-        scale = size**-0.5 if scaling is None else scaling
-        return native.tiles().attention(query, key, value, attention_mask, scale), None
+        scale, bits = size**-0.5 if scaling is None else scaling, cast(Any, attention_mask)
+        return native.tiles().attention(query, key, value, bits, scale, bits.strays), None
     if folds(width):
         rows = query.reshape(batch, kv_heads, group * width, size)
         rows = torch.nn.functional.pad(rows, (0, 0, 0, attention_mask.shape[2] - group * width))

@@ -30,12 +30,20 @@ SPINE = {
     "cache": (),
     "prefix": ("cache",),
     "text": (),
-    "kernels": ("kernels", "model_cache"),  # the cache folder, where what was compiled is kept
+    "kernels": ("kernels", "model_cache", "cache"),  # the cache folder, where what was compiled is kept
     "target": ("cache", "tree", "kernels"),
-    "draft": ("draft", "prefix", "tree", "sampling", "cache", "target"),
+    "draft": ("draft", "prefix", "tree", "sampling", "cache", "target", "kernels", "model_cache", "files"),
     "decode": ("draft", "tree", "sampling", "verify", "cache", "prefix", "text", "target"),
 }
-MODEL_FREE = {"draft.base", "draft.ngram"}  # drafters without a model: neither cache nor target
+MODEL_FREE = {
+    "draft.base",
+    "draft.ngram",
+    "draft.automaton",
+    "draft.suffix",
+    "draft.costs",
+    "draft.hits",
+    "draft.compose",
+}  # drafters without a model: neither cache nor target
 TOP = {"chat", "cli", "options", "show", "__main__"}  # the terminal: imported by nothing but each other
 
 HEAVY = {"gguf", "huggingface_hub", "numpy", "rich", "safetensors", "tokenizers", "torch", "transformers", "typer"}

@@ -11,19 +11,22 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int16
+from jaxtyping import Bool, Float, Int16, Int32, Int64
 from torch import Tensor
 
 FLAGS = (
     *("-O3", "-std=gnu11", "-fPIC", "-fopenmp"),
-    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mavx512vnni", "-mf16c", "-mfma"),
+    *("-mamx-tile", "-mamx-bf16"),
 )
-NEEDED = {"amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512_bf16"}
+NEEDED = {"amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512_vnni", "f16c", "fma"}
+SOURCES = ("tiles.h", "tiles.c", "draft.c")
 
 ROWS = 16
 """Query rows of a tile."""
@@ -38,8 +41,20 @@ class _Attention(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "mask", "y")),
         *((name, ctypes.c_long) for name in ("q_batch", "q_head", "q_token", "kv_batch", "kv_head")),
         *((name, ctypes.c_long) for name in ("batch", "kv_heads", "group", "tokens", "dim", "keys", "open")),
+        *((name, ctypes.c_void_p) for name in ("strays", "tokens_of", "order")),
+        ("span", ctypes.c_long),
         ("scale", ctypes.c_float),
     )
+
+
+class Strays(NamedTuple):
+    """Tokens whose keys are put in order before they are summed, see `tiles.h`."""
+
+    starts: Int32[Tensor, "rows"]
+    """[B + 1]: where each row's strays begin."""
+    tokens: Int32[Tensor, "M"]
+    order: Int32[Tensor, "M span"]
+    """The slots that stand for the keys from the staged ones' block on; -1 for those that are not seen."""
 
 
 class Tiles(NamedTuple):
@@ -66,6 +81,7 @@ class Tiles(NamedTuple):
         value: Float[Tensor, "B kv_heads S head_dim"],
         bits: Int16[Tensor, "B 1 row_tiles masked"],
         scale: float,
+        strays: Strays | None = None,
     ) -> Float[Tensor, "B N heads head_dim"]:
         """softmax(scale · QKᵀ)·V where `bits`, made by `row_bits`, says what each row sees of the last `masked` keys.
 
@@ -78,20 +94,58 @@ class Tiles(NamedTuple):
         pointers = (t.data_ptr() for t in (query, key, value, bits, y))
         strides = (query.stride(0), query.stride(1), query.stride(2), key.stride(0), key.stride(1))
         sizes = (batch, kv_heads, heads // kv_heads, tokens, dim, keys, keys - bits.shape[3])
+        apart = (0, 0, 0, 0) if strays is None else (*(t.data_ptr() for t in strays), strays.order.shape[1])
         if self.library.paceline_attention(
-            ctypes.byref(_Attention(*pointers, *strides, *sizes, scale * math.log2(math.e)))
+            ctypes.byref(_Attention(*pointers, *strides, *sizes, *apart, scale * math.log2(math.e)))
         ):
             raise MemoryError(f"no memory to attend with {heads} heads of {dim} numbers")
         return y
 
 
 def row_bits(seen: Bool[Tensor, "B N S"], group: int, open_keys: int) -> Int16[Tensor, "B 1 row_tiles masked"]:
-    """What `Tiles.attention` wants to know of a mask: 16 rows to a word, rows being group members x tokens."""
-    rows = seen[:, :, open_keys:].repeat(1, group, 1)
+    """What `Tiles.attention` wants to know of a mask: 16 rows to a word, rows being tokens x group members."""
+    rows = seen[:, :, open_keys:].repeat_interleave(group, 1)
     rows = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[1] % ROWS))
     words = rows.view(rows.shape[0], -1, ROWS, rows.shape[2]).to(torch.int32)
     shifts = torch.arange(ROWS, dtype=torch.int32)[:, None]
     return (words << shifts).sum(2).to(torch.int16)[:, None].contiguous()
+
+
+def take_strays(
+    seen: Bool[Tensor, "B N S"], lengths: Sequence[int], offsets: Int64[Tensor, "B staged"]
+) -> Strays | None:
+    """Find the tokens that see staged keys elsewhere than where plain decoding has them, and end their rows of `seen`.
+
+    Args:
+        seen: which slots each token sees; from a stray's block of staged keys on it is made blank.
+        lengths: committed tokens of each row.
+        offsets: position of each staged slot behind the committed ones; the last N are this pass's.
+    """
+    staged = offsets.shape[1]
+    own = torch.arange(staged)
+    starts, tokens, orders = [0], [], []
+    for row, length in enumerate(lengths):
+        tail = seen[row, :, length : length + staged]
+        astray = (tail & (offsets[row] != own)).any(1) & (tail.sum(1) > 1)  # padding sees itself alone
+        for token in astray.nonzero()[:, 0].tolist():
+            slots = tail[token].nonzero()[:, 0]
+            places = offsets[row, slots]
+            if len(set(places.tolist())) < len(places) or int(places.min()) < 0:
+                continue  # no path: two of its keys stand at one position
+            begin = length // KEYS * KEYS
+            order = torch.full((-(-(length - begin + int(places.max()) + 1) // KEYS) * KEYS,), -1, dtype=torch.int32)
+            before = seen[row, token, begin:length].nonzero()[:, 0]
+            order[before] = (before + begin).to(torch.int32)
+            order[length - begin + places] = (slots + length).to(torch.int32)
+            seen[row, token, begin:] = False
+            tokens.append(token)
+            orders.append(order)
+        starts.append(len(tokens))
+    if not tokens:
+        return None
+    span = max(len(order) for order in orders)
+    padded = [torch.nn.functional.pad(order, (0, span - len(order)), value=-1) for order in orders]
+    return Strays(torch.tensor(starts, dtype=torch.int32), torch.tensor(tokens, dtype=torch.int32), torch.stack(padded))
 
 
 def fits(weight: Tensor) -> bool:
@@ -122,6 +176,9 @@ def tiles() -> Tiles:
         return Tiles(None, "the operating system does not grant the matrix tiles")
     library.paceline_linear.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3
     library.paceline_attention.argtypes = [ctypes.c_void_p]
+    library.paceline_draft.argtypes = [ctypes.c_void_p]
+    library.paceline_draft_pack.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3
+    library.paceline_draft_pack.restype = ctypes.c_long
     return Tiles(library)
 
 
@@ -136,8 +193,9 @@ def _build(runtime: Path) -> Path:
     """The shared library for this source and runtime, compiled into the cache folder by atomic rename."""
     from paceline.model_cache import home
 
-    source = Path(__file__).with_name("tiles.c")
-    key = hashlib.sha256(source.read_bytes() + " ".join((*FLAGS, str(runtime))).encode()).hexdigest()[:16]
+    sources = [Path(__file__).with_name(name) for name in SOURCES]
+    text = b"".join(source.read_bytes() for source in sources) + " ".join((*FLAGS, str(runtime))).encode()
+    key = hashlib.sha256(text).hexdigest()[:16]
     built = home() / "kernels" / f"tiles-{key}.so"
     if built.exists():
         return built
@@ -146,11 +204,12 @@ def _build(runtime: Path) -> Path:
         raise OSError("no C compiler found; install gcc or set CC")
     built.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=built.parent) as folder:
-        obj, lib = f"{folder}/tiles.o", f"{folder}/tiles.so"
+        lib, units = f"{folder}/tiles.so", [source for source in sources if source.suffix == ".c"]
+        objects = [f"{folder}/{unit.stem}.o" for unit in units]
         # Linking without -fopenmp keeps the system's runtime out; the framework's is named instead.
         for command in (
-            [compiler, *FLAGS, "-c", str(source), "-o", obj],
-            [compiler, "-shared", "-o", lib, obj, str(runtime)],
+            *([compiler, *FLAGS, "-c", str(unit), "-o", made] for unit, made in zip(units, objects, strict=True)),
+            [compiler, "-shared", "-o", lib, *objects, str(runtime)],
         ):
             done = subprocess.run(command, capture_output=True, text=True, timeout=120)
             if done.returncode:
