@@ -152,7 +152,7 @@ def generate(
     rows = options.prompts_in(prompts) if prompts else []
     choices = given(asked, [*LOAD, *BATCH, *REUSE])
     if compare:
-        config = {"method": "draft_model" if "model" in config else "ngram"} | config
+        config = {"method": "auto"} | config
         choices["reuse_prefix"] = False  # both runs read the prompt
         if config["method"] == "none":
             raise BadRequest("--compare holds a method against plain decoding; give one, such as --method ngram")
@@ -474,6 +474,7 @@ def bench(
     ] = "humaneval",
     prompts: Annotated[Path | None, typer.Option(help="a JSONL file of prompts instead of a set")] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="how many, spread evenly over the set")] = 10,
+    first: Annotated[bool, typer.Option("--first", help="the first prompts of the set instead of a spread")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="two or more also measure the machine's drift")] = 2,
     warmup: Annotated[int, typer.Option(min=0, help="prompts answered before measuring")] = 1,
     json_file: Annotated[Path | None, typer.Option("--json", help="result file; a run cut short goes on")] = None,
@@ -491,7 +492,7 @@ def bench(
     from paceline.bench.records import fingerprint
 
     others.check(listed(peers))
-    chosen = choose(prompts or set_name, num_prompts)
+    chosen = choose(prompts or set_name, num_prompts, first)
     names = ["none", *(name for name in listed(methods) if name != "none")]
     settings = Settings(
         model=model,
@@ -511,24 +512,34 @@ def bench(
 
 
 def configs(names: list[str], given: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Each method's config: what was given, without the draft model where it is not for that method."""
-    drafts = {name: given[name] for name in ("model", "tree_top_k", "tree_depth") if name in given}
-    if drafts and "draft_model" not in names:
-        raise BadRequest(f"{', '.join(drafts)} given, but no method uses it; add draft_model to --methods")
-    shared = {key: value for key, value in given.items() if key not in drafts and key != "method"}
-    own: dict[str, dict[str, Any]] = {"none": {}, "draft_model": shared | drafts}
-    return {name: own.get(name, shared) | {"method": name} for name in names}
+    """Each method's config: what was given, without the keys that are for other methods."""
+    from paceline.draft import OWNERS
+
+    uses = {"auto": {"suffix", "draft_model"}, "compose": {"compose"}}
+    if "compose" in names:
+        uses["compose"] |= {one if isinstance(one, str) else one["method"] for one in given.get("drafters", ())}
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        found[name] = {"method": name}
+        if name != "none":
+            own = uses.get(name, {name})
+            found[name] |= {k: v for k, v in given.items() if k != "method" and OWNERS.get(k, name) in own | {name}}
+    unused = [key for key in given if key in OWNERS and not any(key in config for config in found.values())]
+    if unused:
+        owners = ", ".join(sorted({OWNERS[key] for key in unused}))
+        raise BadRequest(f"{', '.join(unused)} given, but no method uses it; add {owners} to --methods")
+    return found
 
 
-def choose(name: str | Path, count: int) -> list[Prompt]:
-    """``count`` prompts of a set, spread evenly over it."""
+def choose(name: str | Path, count: int, first: bool = False) -> list[Prompt]:
+    """``count`` prompts of a set, spread evenly over it, or its first ones."""
     from paceline.bench import prompts
 
     known = prompts.load(name)
     if len({p.id for p in known}) < len(known):
         raise BadRequest(f"{name} uses an id twice; records are kept by id, so each prompt needs its own")
     count = min(count, len(known))
-    return [known[i * len(known) // count] for i in range(count)]
+    return known[:count] if first else [known[i * len(known) // count] for i in range(count)]
 
 
 def run_bench(settings: Settings, prompts: list[Prompt], json_file: Path | None, debug: bool) -> None:

@@ -17,7 +17,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from paceline.decode import Request, run
 from paceline.draft import SpeculativeConfig
 from paceline.draft.base import Drafter
-from paceline.draft.model import check_vocabularies
+from paceline.draft.costs import Costs, typical
+from paceline.draft.tuning import TEXT, tune
+from paceline.draft.vocabulary import check_vocabularies
 from paceline.errors import BadRequest, PacelineError
 from paceline.kernels.cpu import threads_available
 from paceline.models import Source, load_model, load_tokenizer, resolve
@@ -110,7 +112,7 @@ class LLM:
         self._prefixes = Prefixes() if reuse_prefix else None
         # One drafter per setting, bound once: weights live in it, text does not.
         self._drafters: dict[SpeculativeConfig, Drafter[Any]] = {}
-        self._drafts: dict[Any, HFTarget] = {}
+        self._drafts: dict[tuple[Any, ...], tuple[HFTarget, Costs | None]] = {}
         self._drafter(self._config)
 
     @property
@@ -180,28 +182,30 @@ class LLM:
 
     def _drafter(self, config: SpeculativeConfig) -> Drafter[Any]:
         if config not in self._drafters:
-            draft = None
-            if config.method == "draft_model" and not config.is_plain:
-                draft = self._draft(config.model)
-            drafter = config.drafter(draft, self._prefixes is not None)
+            drafter = config.drafter(self._draft, self._prefixes is not None, typical(self.target.kernel.name))
             drafter.bind(self.target)
             if len(self._drafters) == MOST_DRAFTERS:
                 del self._drafters[next(name for name in self._drafters if name != self._config)]
             self._drafters[config] = drafter
-            used = {name.model for name in self._drafters}
-            self._drafts = {name: draft for name, draft in self._drafts.items() if name in used}
+            used = {key for one in self._drafters for key in one.draft_keys}
+            self._drafts = {key: draft for key, draft in self._drafts.items() if key in used}
         return self._drafters[config]
 
-    def _draft(self, model: "str | PreTrainedModel") -> HFTarget:
-        """The draft model of a config, loaded once for all settings that use it."""
-        if model not in self._drafts:
+    def _draft(self, config: SpeculativeConfig) -> tuple[HFTarget, Costs | None]:
+        """The draft model of a config and what its passes cost, loaded and tuned once for all settings that use it."""
+        (key,) = config.draft_keys
+        if key not in self._drafts:
+            model = config.model
             if isinstance(model, PreTrainedModel):
-                self._drafts[model] = HFTarget(model)
+                draft = HFTarget(model)
             else:
                 source = resolve(model, progress=True)
                 check_vocabularies(self.tokenizer, load_tokenizer(source))
-                self._drafts[model] = HFTarget(load_model(source, device=str(self.target.device)))
-        return self._drafts[model]
+                draft = HFTarget(load_model(source, device=str(self.target.device)))
+            ids = list(self.tokenizer(TEXT).input_ids)
+            tuning = tune(self.target, draft, ids, dtype=config.draft_dtype, vocab_size=config.draft_vocab_size)
+            self._drafts[key] = draft, None if tuning is None else tuning.costs
+        return self._drafts[key]
 
     def _jobs(
         self,

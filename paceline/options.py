@@ -76,14 +76,19 @@ SAMPLING = _panel(
 )
 SPECULATION = _panel(
     "Speculation",
-    method=(str, "none, ngram or draft_model; else the library chooses"),
-    draft_model=(str, "for draft_model: a smaller model that guesses, named as MODEL is"),
+    method=(str, "none, ngram, suffix, draft_model or compose; else the library chooses"),
+    draft_model=(str, "a smaller model that guesses, named as MODEL is"),
+    drafters=(list[str], "compose: its members, repeated or with commas: ngram, suffix, draft_model"),
     num_speculative_tokens=(int, "depth: most tokens guessed in a row"),
     num_draft_tokens=(int, "most guesses verified in one pass"),
     prompt_lookup_max=(int, "ngram: longest n-gram looked up"),
     prompt_lookup_min=(int, "ngram: shortest n-gram looked up"),
+    suffix_decoding_max_tree_depth=(int, "suffix: longest match and deepest guess"),
+    suffix_decoding_max_cached_requests=(int, "suffix: earlier texts that it may copy from, else none"),
     tree_top_k=(int, "draft_model: guesses tried side by side at each place"),
     tree_depth=(int, "draft_model: how deep the tree of guesses goes"),
+    draft_dtype=(str, "draft_model: weights of bfloat16, int8 or int4; else what pays here"),
+    draft_vocab_size=(int, "draft_model: score only the first so many ids; else what pays here"),
     rejection_sample_method=(str, "coupled (same seed, same text), block or standard"),
     speculative_config=(str, "all of these as one JSON object; options win"),
 )
@@ -163,6 +168,8 @@ def speculation(params: Mapping[str, Any]) -> dict[str, Any]:
     options = given(params, [name for name in SPECULATION if name != "speculative_config"])
     if "draft_model" in options:
         options["model"] = options.pop("draft_model")
+    if "drafters" in options:
+        options["drafters"] = [name for text in options["drafters"] for name in listed(text)]
     return (json_object(text, "--speculative-config") if text else {}) | options
 
 

@@ -28,7 +28,8 @@ from paceline.certify import Certificate, Layer, certify
 from paceline.certify import run as certify_run
 from paceline.certify.run import SAMPLED, SIZES, Named, Size, likeliest_texts
 from paceline.cli import app
-from paceline.draft.model import DraftModel, Reading
+from paceline.draft.model import DraftModel
+from paceline.draft.sketch import Sketch
 from paceline.draft.ngram import Ngram
 from paceline.errors import BadRequest, IncompatibleDrafter, PacelineError
 from paceline.sampling import Law, Sampler
@@ -589,14 +590,9 @@ def test_filters_that_drafted_nodes_lack_are_a_bug(llm: LLM, draft: Path, monkey
 # -- a draft model that reads something else ---------------------------------------------------------------------------
 
 
-def no_rollback(state: Reading, tokens: list[int]) -> list[int]:
-    """All that was staged is kept, as far down as it goes."""
-    slots: list[int] = []
-    node = 0
-    while below := [found for (parent, _), found in state.nodes.items() if parent == node]:
-        node, slot = below[0]
-        slots.append(slot)
-    return slots
+def no_rollback(sketch: Sketch, tokens: list[int]) -> list[int]:
+    """All that was staged is kept."""
+    return [place.slot for place in sketch.places]
 
 
 def one_behind(observe: Callable[..., None]) -> Callable[..., None]:
@@ -619,7 +615,7 @@ def test_a_draft_model_that_reads_something_else_is_a_bug_of_the_acceptance(
     proved_before("coupled")
     monkeypatch.setitem(SIZES, "quick", SMALL._replace(num_prompts=4, max_tokens=24))
     if fault == "no rollback":
-        monkeypatch.setattr(Reading, "walk", no_rollback)
+        monkeypatch.setattr(Sketch, "kept_slots", no_rollback)
     if fault == "one behind":
         monkeypatch.setattr(DraftModel, "observe", one_behind(DraftModel.observe))
     certificate = certified(llm, drafting(draft, num_speculative_tokens=3))

@@ -268,14 +268,14 @@ def test_show_prints_the_text_and_the_step_table(loaded: Loaded) -> None:
 def test_compare_runs_both_with_one_seed_and_finds_them_identical(loaded: Loaded) -> None:
     result = paceline("generate", "m", "x", "--compare", "--temperature", "1")
     assert result.exit_code == 0
-    assert [method for method, _ in loaded.llm.requests] == ["ngram", "none", "ngram"]  # the first warms up
-    assert loaded.llm.requests[1:] == [("none", None), ("ngram", 77)]
+    assert [method for method, _ in loaded.llm.requests] == ["auto", "none", "auto"]  # the first warms up
+    assert loaded.llm.requests[1:] == [("none", None), ("auto", 77)]
     assert "Identical: 27 of 27 token ids, seed 77." in result.stdout
     assert result.stdout.count("one two three four five six\n") == 2
 
 
 def test_compare_fails_where_the_promise_of_equal_text_is_broken(loaded: Loaded) -> None:
-    loaded.llm.answers = {"none": "abcdef", "ngram": "abcxef"}
+    loaded.llm.answers = {"none": "abcdef", "auto": "abcxef"}
     result = paceline("generate", "m", "x", "--compare", "--temperature", "1")
     assert result.exit_code == 1
     text = " ".join(result.stdout.replace("│", " ").split())
@@ -284,7 +284,7 @@ def test_compare_fails_where_the_promise_of_equal_text_is_broken(loaded: Loaded)
 
 
 def test_compare_allows_other_text_under_a_rule_that_keeps_the_law_only(loaded: Loaded) -> None:
-    loaded.llm.answers = {"none": "abc", "ngram": "abd"}
+    loaded.llm.answers = {"none": "abc", "auto": "abd"}
     sampled = ["generate", "m", "x", "--compare", "--rejection-sample-method", "block", "--temperature"]
     assert paceline(*sampled, "1").exit_code == 0
     assert paceline(*sampled, "0").exit_code == 1

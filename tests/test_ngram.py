@@ -23,7 +23,7 @@ def proposed(drafter: Ngram, ids: Sequence[int], count: int, pieces: Sequence[in
     text = drafter.begin(Step(tokens[: cuts[1]], tokens[1 : cuts[1] + 1]))
     for begin, end in itertools.pairwise(cuts[1:]):
         drafter.observe([text], [Step(tokens[begin:end], list(ids[begin + 1 : end + 1]))])
-    return drafter.lookup(text, ids[-1], count)
+    return drafter.lookup(text, [ids[-1]], count)
 
 
 def searched(ids: Sequence[int], longest: int, shortest: int, count: int) -> list[int]:
@@ -116,7 +116,7 @@ def test_vllm_16258_cost_does_not_grow_with_the_text(shape: str) -> None:
         drafter.observe([text], [Step(tokens, tokens)])
         text.ids.touched = text.ends.touched = 0  # type: ignore[attr-defined]
         pending = tokens[3] if shape == "hit" else 40_000
-        assert len(drafter.lookup(text, pending, 8)) == (8 if shape == "hit" else 0)
+        assert len(drafter.lookup(text, [pending], 8)) == (8 if shape == "hit" else 0)
         drafter.observe([text], [Step([pending], [1])])
         costs.append((text.ids.touched, text.ends.touched))  # type: ignore[attr-defined]
     assert costs[0] == costs[1]

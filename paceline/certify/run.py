@@ -27,7 +27,6 @@ from paceline.certify.own_laws import OwnLaws
 from paceline.certify.statistics import EProcess, GTest, combine, g_test, smallest_detectable_tv
 from paceline.decode import run
 from paceline.draft import SpeculativeConfig
-from paceline.draft.base import Drafter
 from paceline.errors import BadRequest, IncompatibleDrafter, PacelineError
 from paceline.llm import LLM
 from paceline.models import load_model, resolve
@@ -218,8 +217,8 @@ class _Work:
 
     def drafter(self) -> Layer:
         """The drafter in use, on small targets if it can serve them, else on the model's own laws."""
-        drafter = self.config.drafter() if self.config.method in ("ngram", "auto") else self.config.method
-        if isinstance(drafter, Drafter):
+        if not self.config.draft_keys:  # a draft model reads this vocabulary alone
+            drafter = self.config.drafter()
             with self.shown(f"drafter {self.method}: every outcome on small targets", 1, "proof") as tick:
                 report = check_drafter(drafter, rules=(self.rule_name,))
                 tick(1)

@@ -1,28 +1,46 @@
 """Drafters by name, and the settings of `speculative_config`."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from paceline.draft.base import Drafter, NoDraft
+from paceline.draft.compose import Compose
+from paceline.draft.costs import Costs
 from paceline.draft.model import DraftModel
 from paceline.draft.ngram import Ngram
+from paceline.draft.suffix import Suffix
+from paceline.draft.tuning import DTYPES
 from paceline.errors import BadRequest, nearest
 from paceline.target import HFTarget
 
 LATER = frozenset(
     [
-        *("corpus", "exit_layer", "drafters", "medusa_choices", "plan"),
-        *("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests"),
+        *("corpus", "exit_layer", "medusa_choices", "plan"),
         *("window_size", "ngram_size", "guess_set_size"),
-        *("draft_dtype", "draft_vocab_size", "draft_temperature"),
+        "draft_temperature",
     ]
 )
 """Keys whose methods are not in this version."""
-METHODS = ("none", "ngram", "draft_model", "auto")
-LATER_METHODS = frozenset(["suffix", "lookahead", "recycle", "early_exit", "medusa", "eagle", "eagle3", "compose"])
+METHODS = ("none", "ngram", "suffix", "draft_model", "compose", "auto")
+LATER_METHODS = frozenset(["lookahead", "recycle", "early_exit", "medusa", "eagle", "eagle3"])
 RULE_NAMES = ("coupled", "block", "standard")
+OWNERS = {
+    "prompt_lookup_max": "ngram",
+    "prompt_lookup_min": "ngram",
+    "suffix_decoding_max_tree_depth": "suffix",
+    "suffix_decoding_max_cached_requests": "suffix",
+    "model": "draft_model",
+    "tree_top_k": "draft_model",
+    "tree_depth": "draft_model",
+    "draft_dtype": "draft_model",
+    "draft_vocab_size": "draft_model",
+    "drafters": "compose",
+}
+"""Keys that one method alone has a use for: given to another one they would be ignored, so they are refused."""
+Load = Callable[["SpeculativeConfig"], tuple[HFTarget, Costs | None]]
+"""Loads the draft model of a config, and knows what its passes cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,23 +48,33 @@ class SpeculativeConfig:
     """How to speculate. The keys of `speculative_config`, checked."""
 
     method: "str | Drafter[Any]" = "auto"
-    """none, ngram, draft_model, auto, or a `Drafter` of your own. auto is draft_model when a model is given, else
-    ngram."""
+    """none, ngram, suffix, draft_model, compose, auto, or a `Drafter` of your own. auto composes suffix with
+    draft_model when a model is given, else it is suffix alone."""
     model: Any = None
     """The draft model of draft_model: a named model, a hub id, a folder, a GGUF file, or a `transformers` model."""
     num_speculative_tokens: int | None = None
-    """Deepest draft, in tokens; 0 is plain decoding. None leaves it to the method: ngram drafts as deep as the budget
-    lets it, a draft model as deep as pays by what was accepted so far."""
+    """Deepest draft, in tokens; 0 is plain decoding. None leaves it to the method: look-ups draft as deep as the budget
+    lets them, a draft model reads on while another pass of it is likely to pay."""
     num_draft_tokens: int = 23
     """Most nodes verified per pass for a row alone, the root not counted; several rows share a pass of 32."""
     tree_top_k: int | None = None
-    """Candidates that a draft model offers after each token; None or 1 is a chain."""
+    """Candidates that a draft model offers after each token; 1 is a chain. None is 3 under coupled, else a chain."""
     tree_depth: int | None = None
     """Deepest draft of a tree: another name for num_speculative_tokens."""
+    draft_dtype: str = "auto"
+    """Weights that a draft model reads single tokens with: bfloat16, int8 or int4. auto measures once what pays."""
+    draft_vocab_size: int | None = None
+    """Score only the first so many ids in a draft model of int8 or int4 weights. None measures once what pays."""
     prompt_lookup_max: int = 5
     """Longest n-gram that ngram looks for."""
     prompt_lookup_min: int = 1
     """Shortest one."""
+    suffix_decoding_max_tree_depth: int | None = None
+    """Longest match and deepest draft of suffix; None sets no bound."""
+    suffix_decoding_max_cached_requests: int = 0
+    """Finished texts of this process that suffix may copy from; 0 keeps none."""
+    drafters: "tuple[SpeculativeConfig, ...]" = ()
+    """The members of compose: method names, dicts of settings, or `Drafter` objects."""
     rejection_sample_method: str = "coupled"
     """coupled (same seed, same text), block or standard (same distribution)."""
 
@@ -86,33 +114,59 @@ class SpeculativeConfig:
             if value is None and name == "num_speculative_tokens":
                 continue
             _whole(name, value, 0)
-        self._check_model()
-        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
-            raise BadRequest(
-                f"prompt_lookup_min={self.prompt_lookup_min} and prompt_lookup_max={self.prompt_lookup_max} were "
-                "given; 1 <= min <= max is needed"
-            )
         if self.rejection_sample_method not in RULE_NAMES:
             raise BadRequest(
                 f"no rejection_sample_method {self.rejection_sample_method!r}"
                 f"{nearest(str(self.rejection_sample_method), RULE_NAMES)}; choose from {RULE_NAMES}"
             )
+        asked = self.method
+        if self.method == "auto":
+            self._resolve_auto()
+        if self.method == "compose":
+            self._check_drafters()
+        self._check_owners(asked)
+        if self.method == "draft_model":
+            self._check_model()
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+            raise BadRequest(
+                f"prompt_lookup_min={self.prompt_lookup_min} and prompt_lookup_max={self.prompt_lookup_max} were "
+                "given; 1 <= min <= max is needed"
+            )
+        _whole("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, 0)
+        if self.suffix_decoding_max_tree_depth is not None:
+            _whole("suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth, 1)
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _resolve_auto(self) -> None:
+        """What is at hand: suffix with a draft model where one is given, else suffix alone."""
+        if self.model is None:
+            self._set(method="suffix")
+        else:
+            self._set(method="compose", drafters=("suffix", "draft_model"))
+
+    def _check_owners(self, asked: object) -> None:
+        """No key that the method has no use for."""
+        for name, owner in OWNERS.items():
+            if getattr(self, name) != _default(name) and self.method != owner:
+                raise BadRequest(f"{name} is for method {owner!r}; the method is {asked!r}")
 
     def _check_model(self) -> None:
-        """A setting of a draft model without one, or one that is named twice, would be ignored: refused."""
-        if self.method == "auto" and self.model is not None:
-            object.__setattr__(self, "method", "draft_model")
-        for name in ("model", "tree_top_k", "tree_depth"):
-            if getattr(self, name) is not None and self.method != "draft_model":
-                raise BadRequest(f"{name} is for method 'draft_model'; the method is {self.method!r}")
-        if self.method != "draft_model":
-            return
+        """What a draft model needs, and what is named twice."""
         if self.model is None:
             raise BadRequest("method 'draft_model' needs the draft model: add {'model': NAME or FOLDER}")
         if isinstance(self.model, os.PathLike):
-            object.__setattr__(self, "model", os.fspath(self.model))
+            self._set(model=os.fspath(self.model))
         if self.tree_top_k is not None:
             _whole("tree_top_k", self.tree_top_k, 1)
+        if self.draft_vocab_size is not None:
+            _whole("draft_vocab_size", self.draft_vocab_size, 1)
+        if self.draft_dtype not in DTYPES:
+            raise BadRequest(
+                f"no draft_dtype {self.draft_dtype!r}{nearest(str(self.draft_dtype), DTYPES)}; choose from {DTYPES}"
+            )
         if self.tree_depth is not None:
             _whole("tree_depth", self.tree_depth, 1)
             if self.num_speculative_tokens not in (None, self.tree_depth):
@@ -120,7 +174,34 @@ class SpeculativeConfig:
                     f"tree_depth={self.tree_depth} and num_speculative_tokens={self.num_speculative_tokens} were "
                     "given, and both mean the deepest draft; give one"
                 )
-            object.__setattr__(self, "num_speculative_tokens", self.tree_depth)
+            self._set(num_speculative_tokens=self.tree_depth)
+
+    def _check_drafters(self) -> None:
+        """The members as configs of their own; keys that stand beside `drafters` go to the members they are for."""
+        given = self.drafters
+        if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+            raise BadRequest(
+                f"method 'compose' needs drafters, such as ['suffix', {{'method': 'draft_model', 'model': NAME}}]; "
+                f"{given!r} was given"
+            )
+        members = [_member(one) for one in given]
+        for name, owner in OWNERS.items():
+            value = getattr(self, name)
+            if owner != "compose" and value != _default(name):
+                users = [one for one in members if one["method"] == owner]
+                if not users:
+                    raise BadRequest(f"{name} is for method {owner!r}, which is none of the drafters")
+                for one in users:
+                    one.setdefault(name, value)
+                self._set(**{name: _default(name)})
+        rule = self.rejection_sample_method
+        for one in members:
+            if one.setdefault("rejection_sample_method", rule) != rule:
+                raise BadRequest("rejection_sample_method is the whole composition's: give it beside drafters")
+        read = tuple(SpeculativeConfig.read(one) for one in members)
+        if len(set(read)) < len(read):
+            raise BadRequest("drafters names the same settings twice; a second copy guesses what the first one does")
+        self._set(drafters=read)
 
     @property
     def depth(self) -> int:
@@ -132,27 +213,65 @@ class SpeculativeConfig:
         """Whether nothing is drafted with these settings."""
         return self.method == "none" or self.depth == 0 or self.num_draft_tokens == 0
 
-    def drafter(self, draft: HFTarget | None = None, reuse_prefix: bool = True) -> Drafter[Any]:
+    @property
+    def draft_keys(self) -> tuple[tuple[Any, ...], ...]:
+        """Which draft models are needed, and how they are run."""
+        if self.is_plain:
+            return ()
+        own = ((self.model, self.draft_dtype, self.draft_vocab_size),) if self.method == "draft_model" else ()
+        return own + tuple(key for member in self.drafters for key in member.draft_keys)
+
+    def drafter(self, load: Load | None = None, reuse_prefix: bool = True, costs: Costs | None = None) -> Drafter[Any]:
         """A drafter with these settings.
 
         Args:
-            draft: the loaded draft model, for draft_model.
+            load: loads draft models; needed for draft_model.
             reuse_prefix: whether it may keep what it read of recent texts.
+            costs: what passes cost where no draft model was measured.
         """
         if isinstance(self.method, Drafter):
             return self.method
         if self.is_plain:
             return NoDraft()
-        if self.method == "draft_model":
-            assert draft is not None, "whoever resolves names loads the draft model"
-            return DraftModel(
-                draft,
-                tree_top_k=self.tree_top_k or 1,
-                depth=self.num_speculative_tokens,
-                rule=self.rejection_sample_method,
-                reuse_prefix=reuse_prefix,
-            )
-        return Ngram(self.prompt_lookup_max, self.prompt_lookup_min)
+        if self.method == "ngram":
+            return Ngram(self.prompt_lookup_max, self.prompt_lookup_min)
+        known = [load(one)[1] for one in (self, *self.drafters) if load is not None and one.method == "draft_model"]
+        costs = next((one for one in known if one is not None), costs)
+        if self.method == "suffix":
+            depth, cached = self.suffix_decoding_max_tree_depth, self.suffix_decoding_max_cached_requests
+            return Suffix(max_depth=depth, cached_requests=cached, costs=costs)
+        if self.method == "compose":
+            members = [one.drafter(load, reuse_prefix, costs) for one in self.drafters]
+            return Compose(members, rule=self.rejection_sample_method, costs=costs)
+        assert load is not None, "whoever resolves names loads the draft model"
+        return DraftModel(
+            load(self)[0],
+            tree_top_k=self.tree_top_k,
+            depth=self.num_speculative_tokens,
+            rule=self.rejection_sample_method,
+            reuse_prefix=reuse_prefix,
+            costs=costs,
+        )
+
+
+def _member(given: Any) -> dict[str, Any]:
+    """The settings of one member of a composition."""
+    if isinstance(given, SpeculativeConfig):
+        changed = ((field.name, getattr(given, field.name)) for field in fields(given))
+        settings = {name: value for name, value in changed if value != _default(name)} | {"method": given.method}
+    else:
+        settings = dict(given) if isinstance(given, Mapping) else {"method": given}
+    method = settings.get("method")
+    if method in ("none", "auto", "compose", None) or isinstance(method, Compose):
+        named = repr(method) if isinstance(method, str | None) else "of a composition"
+        raise BadRequest(
+            f"a member of drafters has method {named}; each needs one that drafts by itself, such as 'suffix'"
+        )
+    return settings
+
+
+def _default(name: str) -> Any:
+    return next(field.default for field in fields(SpeculativeConfig) if field.name == name)
 
 
 def _whole(name: str, value: object, least: int) -> None:

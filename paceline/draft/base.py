@@ -47,6 +47,9 @@ class Ask(NamedTuple):
     draws: Draws
     """The request's randomness: `noise(position)` for coupled drafts, `draft(law)` and `distinct(law, k)` for
     independent ones."""
+    ahead: Callable[[Sequence[int], int], list[tuple[int, float]]] | None = None
+    """In a composition, what look-ups expect: (drafted ids below the pending token, count) -> the next ids, each with
+    the probability that it and all before it are right. A costly drafter may read them along to save passes."""
 
 
 class Step(NamedTuple):
@@ -62,6 +65,17 @@ class Step(NamedTuple):
     """The tapped hidden states of each, side by side; None without taps."""
     rider_logits: Float[Tensor, "M V"] | None = None
     """Raw logits at the tree's rider tokens, when it carried some."""
+
+
+class Forecast(NamedTuple):
+    """What a costly proposal is expected to come to; see `Drafter.forecast`."""
+
+    tokens: float
+    """Guesses kept."""
+    nodes: int
+    """Guesses to verify."""
+    cost: float
+    """Of drafting, in single passes of the target."""
 
 
 class Drafter(ABC, Generic[S]):
@@ -90,6 +104,17 @@ class Drafter(ABC, Generic[S]):
     @abstractmethod
     def observe(self, states: list[S], steps: list[Step]) -> None:
         """Learn what was kept, once after every pass and every further chunk of the prompt."""
+
+    def ahead(self, state: S, pending: int, path: Sequence[int], count: int) -> list[tuple[int, float]]:
+        """Look-ups only: at most `count` ids expected behind the text, the pending token and guesses that follow it.
+
+        Each comes with the probability that it and all before it are right. Costs next to nothing and changes nothing.
+        """
+        return []
+
+    def forecast(self, state: S, ask: Ask) -> "Forecast | None":
+        """What a proposal is likely to bring and to cost; None where it costs next to nothing. Must be cheap itself."""
+        return None
 
     def end(self, state: S) -> None:
         """The sequence has ended or was given up, also by an error: free what its state holds outside of itself."""

@@ -9,11 +9,15 @@ A dictionary per n keeps the most recent place of every n-gram, so a look-up cos
 (Saxena 2023; also known as n-gram speculation).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.draft.base import Ask, Drafter, Step
 from paceline.errors import BadRequest
 from paceline.tree import TokenTree
+
+CHANCE = 0.8
+"""How likely a copied token is to be right if those before it were."""
 
 
 @dataclass
@@ -49,7 +53,7 @@ class Ngram(Drafter[Text]):
     def propose(self, states: list[Text], asks: list[Ask]) -> list[TokenTree]:
         """A chain per sequence: what followed the longest, most recent match."""
         return [
-            TokenTree.chain(ask.pending, self.lookup(text, ask.pending, min(ask.budget, ask.depth)))
+            TokenTree.chain(ask.pending, self.lookup(text, [ask.pending], min(ask.budget, ask.depth)))
             for text, ask in zip(states, asks, strict=True)
         ]
 
@@ -58,17 +62,25 @@ class Ngram(Drafter[Text]):
         for text, step in zip(states, steps, strict=True):
             self._extend(text, step.tokens)
 
-    def lookup(self, text: Text, pending: int, count: int) -> list[int]:
-        """At most `count` tokens that followed the last place of the longest n-gram that ends in `pending`."""
+    def ahead(self, state: Text, pending: int, path: Sequence[int], count: int) -> list[tuple[int, float]]:
+        """What followed the longest match behind the guesses, each token as likely to be right as the one before."""
+        found = self.lookup(state, [pending, *path], count)
+        return [(token, CHANCE**i) for i, token in enumerate(found, 1)]
+
+    def lookup(self, text: Text, last: list[int], count: int) -> list[int]:
+        """At most `count` tokens that followed the last place of the longest n-gram that ends in the `last` tokens.
+
+        Args:
+            last: the pending token, and guesses behind it.
+        """
         if count < 1:
             return []
-        tail = (*text.ids[max(0, len(text.ids) - self.longest + 1) :], pending)
+        tail = (*text.ids[max(0, len(text.ids) - self.longest + 1) :], *last)[-self.longest :]
         for n in range(len(tail), self.shortest - 1, -1):
             end = text.ends.get(tail[-n:])
             if end is not None:
-                found = text.ids[end + 1 : end + 1 + count]
-                # The pending token is text too: it follows the last committed one.
-                return found if len(found) == count else [*found, pending]
+                # The last tokens are text too: they follow the committed ones.
+                return [*text.ids[end + 1 : end + 1 + count], *last][:count]
         return []
 
     def _extend(self, text: Text, tokens: list[int]) -> None:

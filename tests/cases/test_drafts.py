@@ -39,7 +39,7 @@ def test_transformers_30042_with_a_draft_model(length: int, K: int) -> None:
     """Both models read every block at the positions that follow what their caches hold."""
     prompt = prompt_of(length)
     spies = target, draft = Spy(oracles.target()), Spy(near()[0])
-    (row,) = decode(target, [prompt], DraftModel(draft, depth=K), depth=K, max_tokens=24)
+    (row,) = decode(target, [prompt], DraftModel(draft, depth=K, tree_top_k=1), depth=K, max_tokens=24)
     assert row.output_ids == answer(prompt, 24).ids
     assert row.stats.num_accepted_tokens > 0
     for (positions,), (begin,) in zip(target.positions, target.begins, strict=True):
@@ -183,7 +183,8 @@ def test_eagle_336_prompts_that_begin_alike(
 
 def test_eagle_336_turns_through_the_library(tiny_model: Path) -> None:
     """A model that drafts for itself: every guess of the second turn is kept, as in the first."""
-    llm = LLM(tiny_model, {"method": "draft_model", "model": str(tiny_model), "num_speculative_tokens": 4}, threads=1)
+    config = {"method": "draft_model", "model": str(tiny_model), "num_speculative_tokens": 4, "tree_top_k": 1}
+    llm = LLM(tiny_model, config, threads=1)
     params, prompt = SamplingParams(temperature=0.0, max_tokens=20), list(range(3, 43))
     for turn in range(3):
         (output,) = llm.generate(prompt, params)
@@ -241,7 +242,7 @@ def test_llamacpp_27852_calls_of_the_library(tiny_model: Path, tiny_draft: Path)
 def test_transformers_28759_a_depth_reaches_the_draft() -> None:
     """A request for 5 guesses gets 5, whatever the calls before it got."""
     for K in (5, 2, 5):
-        drafter = Watched(DraftModel(twin(), depth=K))
+        drafter = Watched(DraftModel(twin(), depth=K, tree_top_k=1))
         decode(oracles.target(), [prompt_of(5)], drafter, depth=K, max_tokens=24)
         assert {max(tree.depth) for _, tree, _ in drafter.trees[:-1]} == {K}
 

@@ -1,0 +1,291 @@
+"""Suffix look-up: what followed the longest suffix of the text that has occurred before, and what else may follow.
+
+    … x a b c d e …… y a b c d f …… z a b c     longest match "a b c": it was followed by d, both times
+                                                drafted behind it: d ─┬─ f …   (last time)
+                                                                      └─ e …   (the time before)
+
+An automaton over the prompt and the output knows every string of the text (see `automaton`), so a match may be of any
+length, and a draft goes on by matching what it has drafted itself: a text that repeats is continued for ever.
+
+The draft is a tree, grown best node first. A guess is worth the product of the shares on its path, and the share of a
+token x after a context (the matched suffix and what was drafted so far) is
+
+    hit(context) · (how often x followed it, the last one counted `RECENT` more) / (the same, over all that followed)
+
+where hit is how often the token was among those that followed, in contexts of this length and kind; what is left over
+goes to the next shorter context in the same way, for tokens that the longer ones have not seen. hit starts from what
+was measured on other texts and learns from this one: every pass tells which guesses were right. So a text that copies
+gets a deep chain, and one that does not gets a few likely tokens side by side.
+
+Oliaro et al. (SuffixDecoding, 2411.04975) grow such trees by counts alone; SAM-Decoding matches by the automaton.
+"""
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline.draft.automaton import OVERLAP, Automaton, Store
+from paceline.draft.base import Ask, Drafter, Step
+from paceline.draft.costs import Costs, best_cut
+from paceline.errors import BadRequest
+from paceline.tree import TokenTree
+
+LENGTHS = (1, 2, 3, 4, 6, 9, 17)
+"""Contexts are told apart by their length: 1, 2, 3, 4 to 5, 6 to 8, 9 to 16, and 17 tokens or more."""
+HITS = (
+    (0.33, 0.50, 0.41), (0.50, 0.65, 0.40), (0.59, 0.68, 0.39), (0.64, 0.76, 0.45),
+    (0.75, 0.85, 0.50), (0.89, 0.86, 0.50), (0.985, 0.92, 0.50),
+)  # fmt: skip
+"""Measured: how often the longest context knew the token, if it was seen once, more often with one follower, or with
+several."""
+LATER_HITS = ((0.21, 0.31), (0.30, 0.29), (0.25, 0.30), (0.32, 0.35), (0.40, 0.40), (0.40, 0.40), (0.40, 0.40))
+"""The same of shorter contexts, where all longer ones have failed: with one new follower, or with several."""
+PRIOR = 8.0
+"""Tests that the measured shares stand for in a new text."""
+MEMORY = 0.95
+"""What a test before counts of the present one."""
+CONTEXTS = 4
+"""Contexts of one node that are asked, the longest ones first."""
+FOLLOWERS = 8
+"""Followers of one context that are considered, the most recent ones."""
+RECENT = 1.0
+"""What having followed last counts, in occurrences."""
+
+
+class Place(NamedTuple):
+    """A string of `length` tokens, the longest suffix of a path that an automaton knows."""
+
+    automaton: Automaton
+    state: int
+    length: int
+
+
+class Guess(NamedTuple):
+    token: int
+    share: float
+    """Of its parent's."""
+
+
+class Guesses(NamedTuple):
+    """What may follow one node."""
+
+    all: list[Guess]
+    cell: int
+    """Which hits and tests the longest context belongs to."""
+    num_first: int
+    """How many of the guesses, the first ones, come from it."""
+
+
+@dataclass(eq=False)
+class Text:
+    """One sequence: its tokens with the pending one, what came of its drafts, and the one that is not observed yet."""
+
+    ids: list[int] = field(default_factory=list)
+    automaton: Automaton = field(default_factory=Automaton)
+    hits: list[float] = field(default_factory=lambda: [PRIOR * hit for row in HITS for hit in row])
+    tests: list[float] = field(default_factory=lambda: [PRIOR for row in HITS for _ in row])
+    guesses: dict[int, Guesses] = field(default_factory=dict)
+    """Of the nodes whose children were thought about."""
+    nodes: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(parent, token) -> node."""
+
+    def add(self, tokens: list[int]) -> None:
+        """Lengthen the text."""
+        for token in tokens:
+            self.automaton.add(token)
+        self.ids += tokens
+
+    def learn(self, kept: list[int]) -> None:
+        """Compare the last draft with what was kept: every node on the way was a test of its longest context."""
+        node: int | None = 0
+        for token in kept:
+            if node is None or node not in self.guesses:
+                break
+            guesses = self.guesses[node]
+            if guesses.all:
+                cell, (row, kind) = guesses.cell, divmod(guesses.cell, 3)
+                is_hit = any(guess.token == token for guess in guesses.all[: guesses.num_first])
+                self.hits[cell] = MEMORY * self.hits[cell] + (1 - MEMORY) * PRIOR * HITS[row][kind] + is_hit
+                self.tests[cell] = MEMORY * self.tests[cell] + (1 - MEMORY) * PRIOR + 1
+            node = self.nodes.get((node, token))
+        self.guesses, self.nodes = {}, {}
+
+
+class Suffix(Drafter[Text]):
+    """Copies from prompt and output, and if wanted from earlier requests.
+
+    Args:
+        max_depth: deepest draft, and most tokens of a context that are looked at; None sets no bound.
+        cached_requests: how many finished texts (prompt and output, aborted ones too) are kept for later requests to
+            copy from, wherever such a text has a longer match than their own. With 0 nothing passes from one request
+            to another. With more, what is drafted depends on the requests before; what is emitted does not.
+        min_score: least expected acceptance of a node. A smaller one drafts more nodes than are worth their time.
+        costs: what passes of the target cost by their tokens; nodes that are not worth their part of it are left out.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_depth: int | None = None,
+        cached_requests: int = 0,
+        min_score: float = 0.02,
+        costs: Costs | None = None,
+    ) -> None:
+        if max_depth is not None:
+            _whole("max_depth", max_depth, 1)
+        _whole("cached_requests", cached_requests, 0)
+        if isinstance(min_score, bool) or not isinstance(min_score, int | float) or not 0.0 < min_score <= 1.0:
+            raise BadRequest(f"min_score={min_score!r} was given; a number above 0 and up to 1 is needed")
+        self.max_depth, self.min_score, self.costs = max_depth, float(min_score), costs or Costs()
+        self._store = Store(cached_requests) if cached_requests else None
+        self._vocab_size: int | None = None
+
+    def bind(self, target: Any) -> None:
+        """Takes note of the target's vocabulary: of stored texts, only ids that all targets have are proposed."""
+        size = int(target.vocab_size)
+        self._vocab_size = size if self._vocab_size is None else min(size, self._vocab_size)
+
+    def begin(self, prompt: Step) -> Text:
+        """Index the prompt's first chunk, and the token after it."""
+        text = Text()
+        text.add([*prompt.tokens[:1], *prompt.following])
+        return text
+
+    def propose(self, states: list[Text], asks: list[Ask]) -> list[TokenTree]:
+        """A tree per sequence, the likeliest nodes first, each with its expected acceptance."""
+        return [self._grow(text, ask) for text, ask in zip(states, asks, strict=True)]
+
+    def observe(self, states: list[Text], steps: list[Step]) -> None:
+        """Learn what came of the draft, and index what was kept."""
+        for text, step in zip(states, steps, strict=True):
+            text.learn(step.following)
+            # The token before these, the pending one so far, is indexed already, but for a prompt of one token.
+            text.add(step.following if text.ids else [*step.tokens[:1], *step.following])
+
+    def ahead(self, state: Text, pending: int, path: Sequence[int], count: int) -> list[tuple[int, float]]:
+        """The likeliest next token, the likeliest one behind it, and so on."""
+        if not state.ids:
+            return []
+        places, chance, found = self._places(state), 1.0, list[tuple[int, float]]()
+        for token in path:
+            places = self._walk(places, token)
+        while len(found) < count:
+            guesses = self._guesses(state, places, self.min_score).all
+            if not guesses:
+                break
+            best = max(guesses, key=lambda guess: guess.share)
+            chance *= best.share
+            found.append((best.token, chance))
+            places = self._walk(places, best.token)
+        return found
+
+    def end(self, state: Text) -> None:
+        """Hand the text to later requests, where they may copy from it."""
+        if self._store is not None:
+            self._store.put(state.ids)
+
+    def _grow(self, text: Text, ask: Ask) -> TokenTree:
+        if not text.ids:
+            text.add([ask.pending])  # a prompt of one token
+        deepest = ask.depth if self.max_depth is None else min(ask.depth, self.max_depth)
+        tokens, parents, scores, depths = [ask.pending], [-1], [1.0], [0]
+        places = {0: self._places(text)}
+        heap: list[tuple[float, int, int, int]] = []
+        text.guesses, text.nodes = {}, {}
+        node = born = 0
+        while len(tokens) <= ask.budget:
+            if depths[node] < deepest:
+                if node:
+                    places[node] = self._walk(places[parents[node]], tokens[node])
+                guesses = text.guesses[node] = self._guesses(text, places[node], self.min_score / scores[node])
+                for token, share in guesses.all:
+                    born += 1  # of equally good nodes the one that was thought of first
+                    if scores[node] * share >= self.min_score:
+                        heapq.heappush(heap, (-scores[node] * share, born, node, token))
+            if not heap:
+                break
+            score, _, parent, token = heapq.heappop(heap)
+            node = text.nodes[parent, token] = len(tokens)
+            tokens.append(token)
+            parents.append(parent)
+            scores.append(-score)
+            depths.append(depths[parent] + 1)
+        size = 1 + best_cut(scores[1:], self.costs).num_nodes  # best first, so the others stand at the end
+        return TokenTree(torch.tensor(tokens[:size]), torch.tensor(parents[:size]), score=torch.tensor(scores[:size]))
+
+    def _places(self, text: Text) -> list[Place]:
+        """Where the text stands: in its own automaton, and in those of stored texts."""
+        own = text.automaton
+        state, length = own.match()
+        if self.max_depth is not None and length > self.max_depth:
+            state, length = own.find(text.ids[-self.max_depth :])
+        places = [Place(own, state, length)]
+        if self._store is not None:
+            tail = text.ids[-min(OVERLAP, self.max_depth or OVERLAP) :]
+            places += [Place(stored, *stored.find(tail)) for stored in self._store.generations]
+        return places
+
+    def _walk(self, places: list[Place], token: int) -> list[Place]:
+        """Where a path stands one token on."""
+        walked = []
+        for automaton, state, length in places:
+            state, length = automaton.step(state, length, token)
+            if self.max_depth is not None:
+                state, length = automaton.shorten(state, length, self.max_depth)
+            walked.append(Place(automaton, state, length))
+        return walked
+
+    def _guesses(self, text: Text, places: list[Place], least: float) -> Guesses:
+        """The tokens that may follow, those of the longest context first, while what is left is worth `least`."""
+        found: list[Guess] = []
+        seen: set[int] = set()
+        left, cell, num_first = 1.0, 0, 0
+        own = places[0].automaton
+        for automaton, state, length in _contexts(places):
+            ways = [way for way in automaton.followers(state, FOLLOWERS) if way[0] not in seen]
+            if automaton is not own:
+                ways = [way for way in ways if way[0] >= 0 and (self._vocab_size is None or way[0] < self._vocab_size)]
+            if not ways:
+                continue
+            row = _row(length)
+            if seen:
+                hit = LATER_HITS[row][len(ways) > 1]
+            else:
+                cell = 3 * row + (2 if len(ways) > 1 else int(ways[0][1] > 1))
+                hit = text.hits[cell] / text.tests[cell]
+                num_first = len(ways)
+            total = RECENT + sum(count for _, count in ways)
+            for i, (token, count) in enumerate(ways):
+                found.append(Guess(token, left * hit * (count + RECENT * (i == 0)) / total))
+            seen.update(token for token, _ in ways)
+            left *= 1.0 - hit
+            if left < least:
+                break
+        return Guesses(found, cell, num_first)
+
+
+def _contexts(places: list[Place]) -> Iterator[Place]:
+    """A path's suffixes that were seen before, the longest first; of equally long ones the own text's."""
+    places = list(places)
+    for _ in range(CONTEXTS):
+        i = max(range(len(places)), key=lambda i: places[i].length)
+        automaton, state, length = places[i]
+        if length == 0:
+            break
+        yield places[i]
+        shorter = automaton.link[state]
+        places[i] = Place(automaton, shorter, automaton.length[shorter])
+
+
+def _row(length: int) -> int:
+    """Which of `LENGTHS` a length belongs to."""
+    return bisect_right(LENGTHS, length) - 1
+
+
+def _whole(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise BadRequest(f"{name}={value!r} was given; a whole number from {least} up is needed")

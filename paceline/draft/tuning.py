@@ -1,0 +1,239 @@
+"""How a draft model runs best on this machine: measured once for a pair of models, stored, read again after that.
+
+Weights in 4 or 8 bits and a shorter list of ids to score make a pass cheaper and guesses a little worse. Both sides
+are measured on a short text: seconds of passes, and the overlap of the laws of draft and target. What is kept is the
+variant with the most expected tokens for its time, and the costs that drafting decides by from then on.
+"""
+
+import hashlib
+import json
+import statistics
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from paceline.draft.costs import Costs, Curve
+from paceline.errors import BadRequest
+from paceline.files import write_atomically
+from paceline.kernels.quantised import BITS, why_not
+from paceline.model_cache import home
+from paceline.target import HFTarget
+
+TEXT = """The harbour was quiet when the boat came in. Nobody stood on the pier, and the lamp at its end had gone out.
+"We are late," said the captain, "but not too late." She took the letter from her coat and read it once more.
+
+def mean_and_variance(values: list[float]) -> tuple[float, float]:
+    \"\"\"The mean and the variance of some numbers.\"\"\"
+    if not values:
+        raise ValueError("values is empty")
+    mean = sum(values) / len(values)
+    variance = sum((value - mean) ** 2 for value in values) / len(values)
+    return mean, variance
+
+A train leaves at 9:40 and travels 150 km at 60 km/h. How long does it take? 150 / 60 = 2.5, so it takes 2.5 hours
+and arrives at 12:10. The second train is 30 minutes faster, so it needs 2.5 - 0.5 = 2 hours for the same way.
+"""
+SMALL = 64 << 20
+"""Models with fewer bytes of weights are not measured: their passes cost what they cost."""
+READ_BY = (1, 4, 8, 16, 17, 24, 32)
+"""Tokens of the target's passes that are timed."""
+GUESSED_BY = (1, 2, 4, 8, 16)
+"""Tokens of the draft model's."""
+SCORED = (1.0, 0.65, 0.45, 0.25)
+"""Shares of the vocabulary that are tried: ids are merges by frequency, so the first ones are the frequent ones."""
+MARGIN = 1.01
+"""What a variant must bring to be preferred to one with more exact guesses."""
+VERSION = 1
+DTYPES = ("auto", "bfloat16", "int8", "int4")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to run the draft model."""
+
+    bits: int
+    """Of a weight; 16 is the model as it was loaded."""
+    vocab_size: int
+    """Ids that are scored."""
+    overlap: float
+    """1 - TV of the laws of draft and target, mean over the text."""
+    curve: Curve
+    """(tokens, cost) in single passes of the target."""
+
+    def rate(self, target: Costs) -> float:
+        """Tokens in the time of one single pass of the target, at the best depth of a chain."""
+        tokens, best = 1.0, 1.0
+        for depth in range(1, 17):
+            tokens += self.overlap**depth
+            best = max(best, tokens / (target.verify(depth + 1) + depth * self.curve[0][1]))
+        return best
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was measured, best variant first."""
+
+    variants: tuple[Variant, ...]
+    costs: Costs
+
+
+def tune(
+    target: HFTarget, draft: HFTarget, ids: list[int], *, dtype: str = "auto", vocab_size: int | None = None
+) -> Tuning | None:
+    """Set the draft model up for its target, and tell what passes cost; None for models too small to measure.
+
+    Args:
+        ids: `TEXT` in the target's tokens.
+        dtype: `auto` takes what pays; `bfloat16`, `int8` or `int4` what is said.
+        vocab_size: ids to score; None leaves it to the measurement.
+
+    Raises:
+        UnsupportedModel: weights in few bits are asked for and not to be had.
+    """
+    why = why_not(draft.model)
+    if dtype in ("int4", "int8") and why:
+        draft.quantise(int(dtype[3:]))  # raises, with the reason
+    if vocab_size is not None and (why or dtype == "bfloat16"):
+        reason = why or "draft_dtype is bfloat16"
+        raise BadRequest(f"draft_vocab_size={vocab_size} is for weights in few bits, and there are none here: {reason}")
+    if min(target.weight_bytes, draft.weight_bytes) < SMALL:
+        if dtype in ("int4", "int8"):
+            draft.quantise(int(dtype[3:]), vocab_size)
+        return None
+    found = _stored(target, draft) or _measured(target, draft, ids)
+    wanted = [v for v in found.variants if dtype == "auto" or v.bits == _bits(dtype)]
+    best = max(wanted, key=lambda v: v.rate(found.costs))
+    exact = [v for v in wanted if v.rate(found.costs) * MARGIN >= best.rate(found.costs)]
+    chosen = max(exact, key=lambda v: v.overlap)
+    if chosen.bits in BITS:
+        draft.quantise(chosen.bits, vocab_size or chosen.vocab_size)
+    costs = Costs(found.costs.target, chosen.curve, found.costs.reading)
+    return Tuning((chosen, *(v for v in found.variants if v is not chosen)), costs)
+
+
+def _bits(dtype: str) -> int:
+    return 16 if dtype == "bfloat16" else int(dtype[3:])
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def _measured(target: HFTarget, draft: HFTarget, ids: list[int]) -> Tuning:
+    """Time passes, compare laws, store the outcome."""
+    base = dict(_timed(target, ids, READ_BY))
+    one = base[1]
+    law = torch.softmax(_logits(target, ids, len(ids)), -1)
+    vocab = min(target.vocab_size, draft.vocab_size)
+    variants = []
+    for bits in (16, *(() if why_not(draft.model) else BITS)):
+        draft.few = None
+        if bits != 16:
+            draft.quantise(bits)
+        logits = _logits(draft, ids, len(ids) if bits == 16 else 16)[:, :vocab]
+        seconds = dict(_timed(draft, ids, GUESSED_BY))
+        for share in SCORED if bits != 16 else SCORED[:1]:
+            scored = int(vocab * share)
+            saved = 0.0
+            if share < 1:
+                draft.quantise(bits, scored)
+                saved = seconds[1] - min(seconds[1], dict(_timed(draft, ids, (1,)))[1])
+            overlap = torch.minimum(law[:, :scored], torch.softmax(logits[:, :scored], -1)).sum(-1).mean()
+            curve = tuple((n, max(0.0, s - saved) / one) for n, s in seconds.items())
+            variants.append(Variant(bits, scored, float(overlap), curve))
+    draft.few = None
+    start = perf_counter()
+    _logits(draft, ids, len(ids))
+    reading = (perf_counter() - start) / len(ids) / one
+    costs = Costs(tuple((n, s / one) for n, s in base.items()), variants[0].curve, reading)
+    found = Tuning(tuple(variants), costs)
+    _store(target, draft, found)
+    return found
+
+
+def _logits(model: HFTarget, ids: list[int], width: int) -> Float[Tensor, "N V"]:
+    """What a model says after each token of a text, read `width` tokens at a time."""
+    cache = model.new_cache(1, len(ids) + 1)
+    rows = []
+    for begin in range(0, len(ids), width):
+        part = torch.tensor([ids[begin : begin + width]])
+        size = part.shape[1]
+        rows.append(model.forward(part, torch.arange(size)[None], None, cache).logits[0].float())
+        cache.commit([range(size)])
+    return torch.cat(rows)
+
+
+def _timed(model: HFTarget, ids: list[int], widths: tuple[int, ...], repeats: int = 5) -> list[tuple[int, float]]:
+    """Median seconds of passes over so many tokens behind the text, never falling with their number."""
+    cache = model.new_cache(1, len(ids) + max(widths) + 1)
+    model.forward(torch.tensor([ids]), torch.arange(len(ids))[None], None, cache, logits=False)
+    cache.commit([range(len(ids))])
+    taken: dict[int, list[float]] = {n: [] for n in widths}
+
+    def once(n: int) -> float:
+        start = perf_counter()
+        model.forward(torch.tensor([ids[:n]]), torch.arange(n)[None], None, cache)
+        cache.unstage()
+        return perf_counter() - start
+
+    for turn in range(repeats + 1):  # in turns: a machine that drifts drifts for all alike
+        for n in widths:
+            seconds = once(n)
+            if turn:
+                taken[n].append(seconds)
+    curve, most = [], 0.0
+    for n in widths:
+        most = max(most, statistics.median(taken[n]))
+        curve.append((n, most))
+    return curve
+
+
+# -- the store ---------------------------------------------------------------------------------------------------------
+
+
+def _key(target: HFTarget, draft: HFTarget) -> str:
+    """What the numbers depend on: both models, the machine, its threads, the framework."""
+    parts: list[Any] = [VERSION, torch.__version__, torch.get_num_threads(), _machine()]
+    for model in (target, draft):
+        sample = model.model.get_output_embeddings().weight[0, :8].float().tolist()
+        parts += [model.model.config.to_json_string(), model.weight_bytes, model.kernel.name, str(model.device), sample]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
+
+
+def _machine() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next((line for line in file if line.startswith("model name")), "")
+    except OSError:
+        return ""
+
+
+def _stored(target: HFTarget, draft: HFTarget) -> Tuning | None:
+    """What was measured earlier; a file that cannot be read is measured anew."""
+    try:
+        held = json.loads((home() / "costs" / f"{_key(target, draft)}.json").read_text(encoding="utf-8"))
+        variants = tuple(
+            Variant(v["bits"], v["vocab_size"], v["overlap"], _curve(v["curve"])) for v in held["variants"]
+        )
+        return Tuning(variants, Costs(_curve(held["target"]), variants[0].curve, float(held["reading"])))
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
+
+
+def _store(target: HFTarget, draft: HFTarget, found: Tuning) -> None:
+    folder = home() / "costs"
+    folder.mkdir(parents=True, exist_ok=True)
+    variants = [
+        {"bits": v.bits, "vocab_size": v.vocab_size, "overlap": v.overlap, "curve": v.curve} for v in found.variants
+    ]
+    text = json.dumps({"variants": variants, "target": found.costs.target, "reading": found.costs.reading})
+    write_atomically(folder / f"{_key(target, draft)}.json", text + "\n")
+
+
+def _curve(points: list[list[float]]) -> Curve:
+    return tuple((int(n), float(cost)) for n, cost in points)
