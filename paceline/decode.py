@@ -142,6 +142,7 @@ class Request:
             sampler.log_law,
             sampler.top,
             sampler.draws,
+            self.num_left,
         )
 
     def end_at(self, token: int, text: Text | None) -> End | None:

@@ -47,6 +47,8 @@ class Ask(NamedTuple):
     draws: Draws
     """The request's randomness: `noise(position)` for coupled drafts, `draft(law)` and `distinct(law, k)` for
     independent ones."""
+    left: int = 1
+    """Tokens that may still be written."""
     ahead: Callable[[Sequence[int], int], list[tuple[int, float]]] | None = None
     """In a composition, what look-ups expect: (drafted ids below the pending token, count) -> the next ids, each with
     the probability that it and all before it are right. A costly drafter may read them along to save passes."""
@@ -76,6 +78,8 @@ class Forecast(NamedTuple):
     """Guesses to verify."""
     cost: float
     """Of drafting, in single passes of the target."""
+    once: float = 0.0
+    """What must be spent before the first guess, such as to read a text: paid now, of use to every later pass."""
 
 
 class Drafter(ABC, Generic[S]):

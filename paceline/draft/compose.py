@@ -24,6 +24,8 @@ PRIOR = (2.4, 4.0)
 """Guesses kept and guesses tested that a drafter without scores starts with."""
 MEMORY = 0.95
 """What a pass before counts of the present one."""
+HORIZON = 256
+"""Tokens to come that an expense is spread over at most: texts end before their limit."""
 
 
 @dataclass(eq=False)
@@ -35,6 +37,11 @@ class Mix:
     tested: list[float]
     proposed: dict[int, TokenTree] = field(default_factory=dict)
     """Member -> its last proposal."""
+    tokens: float = 1.0
+    spent: float = 1.0
+    """What passes have brought of late, and what they cost."""
+    cost: float = 0.0
+    """Of the present pass."""
 
     def chance(self, member: int) -> float:
         """How often a guess of a member came true where all above it had."""
@@ -53,6 +60,8 @@ class Mix:
             self.kept[member] = MEMORY * self.kept[member] + kept
             self.tested[member] = MEMORY * self.tested[member] + tested
         self.proposed = {}
+        self.tokens = MEMORY * self.tokens + len(following)
+        self.spent = MEMORY * self.spent + self.cost
 
 
 class Compose(Drafter[Mix]):
@@ -101,7 +110,7 @@ class Compose(Drafter[Mix]):
                 else:
                     costly[i][number] = forecast
             self._ask(number, free, states, asks, found)
-        chosen = [self._worth_asking(states[i], found[i], costly[i]) for i in range(count)]
+        chosen = [self._worth_asking(states[i], asks[i], found[i], costly[i]) for i in range(count)]
         for number in sorted({member for member in chosen if member is not None}):
             places = [i for i in range(count) if chosen[i] == number]
             wanted = list(asks)
@@ -112,6 +121,7 @@ class Compose(Drafter[Mix]):
         for mix, ask, own, member, forecasts in zip(states, asks, found, chosen, costly, strict=True):
             spent = 0.0 if member is None else forecasts[member].cost
             trees.append(self._best(mix, ask, own, member, spent))
+            mix.cost = self.costs.verify(trees[-1].num_nodes) + spent
         return trees
 
     def observe(self, states: list[Mix], steps: list[Step]) -> None:
@@ -156,7 +166,9 @@ class Compose(Drafter[Mix]):
         tokens = sum(mix.chance(number) ** depth for depth in range(ask.depth + 1))
         return tokens / (self.costs.verify(1 + ask.depth) + spent)
 
-    def _worth_asking(self, mix: Mix, found: dict[int, TokenTree], forecasts: dict[int, Forecast]) -> int | None:
+    def _worth_asking(
+        self, mix: Mix, ask: Ask, found: dict[int, TokenTree], forecasts: dict[int, Forecast]
+    ) -> int | None:
         """The costly member whose guesses, with the look-ups' own, promise more than the look-ups alone.
 
         Look-ups that draw are left out of the comparison: nothing may depend on what they drew.
@@ -166,11 +178,15 @@ class Compose(Drafter[Mix]):
         expected = max((sum(_ranked(tree)) for tree in fixed), default=0.0)
         chosen = None
         for number, forecast in forecasts.items():
-            if forecast.nodes:
-                tokens = 1.0 + max(expected, forecast.tokens)
-                rate = tokens / (self.costs.verify(1 + forecast.nodes) + forecast.cost)
-                if rate > best:
-                    best, chosen = rate, number
+            if not forecast.nodes:
+                continue
+            tokens = 1.0 + max(expected, forecast.tokens)
+            cost = self.costs.verify(1 + forecast.nodes) + forecast.cost
+            # What is spent once is shared by the passes to come, and it must beat what these would bring without it.
+            passes = max(1.0, min(ask.left, HORIZON) / tokens)
+            rate = tokens / (cost + forecast.once / passes)
+            if rate > (best if forecast.once == 0.0 else max(best, mix.tokens / mix.spent)):
+                best, chosen = rate, number
         return chosen
 
     def _ahead(self, mix: Mix, ask: Ask) -> Callable[[Sequence[int], int], list[tuple[int, float]]]:

@@ -43,8 +43,6 @@ FEW = 8
 """Unread tokens that are read together with the pending one; more would make rows of logits that nobody needs."""
 SIBLINGS = 3
 """Children of a node where their number is left open."""
-SHARED = 8
-"""Passes over which the cost of reading a text for the first time is spread when a proposal is forecast."""
 MOST_TOKENS = 16
 """Tokens of all rows together that a pass is made for."""
 RULES = ("coupled", "block", "standard")
@@ -131,7 +129,9 @@ class DraftModel(Drafter[Reading]):
         """By what was kept of earlier drafts of this text: the depth at which a chain brings the most for its time."""
         alpha, per_pass = state.hits.alpha, state.hits.per_pass
         lag = len(state.unread)
-        cost = self.costs.guess(1 + lag) - self.costs.guess(1) if lag <= FEW else self.costs.reading * lag / SHARED
+        few = lag <= FEW and state.alone is None
+        once = 0.0 if few else self.costs.reading * lag
+        cost = self.costs.guess(1 + lag) - self.costs.guess(1) if few else 0.0
         best, tokens = Forecast(0.0, 0, 0.0), 0.0
         top = 1.0 / self.costs.verify(1)
         for depth in range(1, self._depth(state, ask) + 1):
@@ -139,7 +139,7 @@ class DraftModel(Drafter[Reading]):
             cost += self.costs.guess(1) / per_pass
             rate = (1.0 + tokens) / (self.costs.verify(1 + depth) + cost)
             if rate > top or depth == 1:
-                best, top = Forecast(tokens, depth, cost), rate
+                best, top = Forecast(tokens, depth, cost, once), rate
         return best
 
     def propose(self, states: list[Reading], asks: list[Ask]) -> list[TokenTree]:
