@@ -74,7 +74,9 @@ class FakeLLM:
     ) -> None:
         self.answer, self.answers, self.run, self.prefill, self.default = answer, answers or {}, run, prefill, default
         self.clock = clock or FakeClock()
-        self.seconds: dict[str, float | Callable[[int], float]] = {"none": 1.0, "ngram": 1.0, "auto": 1.0} | (seconds or {})
+        self.seconds: dict[str, float | Callable[[int], float]] = {"none": 1.0, "ngram": 1.0, "auto": 1.0} | (
+            seconds or {}
+        )
         self.tokenizer = ByteTokenizer()
         self.source = SimpleNamespace(name="fake", path=None, note="made up")
         self.target = SimpleNamespace(kernel=Kernel("made up", width=32), weight_bytes=10**9)

@@ -29,8 +29,8 @@ from paceline.certify import run as certify_run
 from paceline.certify.run import SAMPLED, SIZES, Named, Size, likeliest_texts
 from paceline.cli import app
 from paceline.draft.model import DraftModel
-from paceline.draft.sketch import Sketch
 from paceline.draft.ngram import Ngram
+from paceline.draft.sketch import Sketch
 from paceline.errors import BadRequest, IncompatibleDrafter, PacelineError
 from paceline.sampling import Law, Sampler
 from paceline.testing import Report, check_rule, rules

@@ -86,6 +86,20 @@ def test_certify_a_drafter(tiny_model: Path) -> None:
     assert "[0, 1, 0] has probability 0.5472 and should have 0.3648" in out
 
 
+def test_suffix(tiny_model: Path) -> None:
+    out = run("10_suffix.py", tiny_model)
+    passes, plain, same = re.findall(r"(\d+) passes instead of (\d+), same text: (\w+)", out)[-1]
+    assert int(passes) < int(plain) == 96
+    assert same == "True"
+
+
+def test_compose(tiny_model: Path) -> None:
+    out = run("11_compose.py", tiny_model, tiny_model)
+    lines = re.findall(r"(suffix|draft_model|both): ([\d.]+) tokens per pass, .* same text: True", out)
+    assert [name for name, _ in lines] == ["suffix", "draft_model", "both"] * 2
+    assert all(float(length) > 2 for name, length in lines if name != "suffix")
+
+
 def test_every_example_is_tested() -> None:
     source = Path(__file__).read_text(encoding="utf-8")
     missing = [path.name for path in EXAMPLES.glob("*.py") if f'run("{path.name}"' not in source]

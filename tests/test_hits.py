@@ -95,7 +95,7 @@ def test_greedy_shares_rise_with_q() -> None:
 
 def test_sampled_shares_are_the_tables_at_first() -> None:
     """The place in the table is counted by hand: how many bounds the distance has reached."""
-    for lead in (0.0, 0.1, 0.25, 0.7, 1.2, 2.5, 3.0, 5.0, 7.9, 8.0, 30.0):
+    for lead in (*EDGES, 0.0, 0.1, 0.7, 1.2, 2.5, 5.0, 7.9, 30.0):
         place = sum(lead >= edge for edge in EDGES)
         found = Hits().shares([lead, 0.0, 0.0, 0.0, 0.0], 5, False)
         assert found[:4] == pytest.approx([FIRST[place], *(table[place] for table in OTHERS)])
@@ -130,9 +130,9 @@ def test_what_the_first_loses_goes_to_the_others() -> None:
 
 @given(PASSES)
 def test_alpha_is_a_fading_average_of_all_outcomes(passes: list[Outcomes]) -> None:
-    """A pass that is n passes old counts 0.9^n; the start is 4 guesses of which 3.2 were kept."""
+    """A pass that is n passes old counts 0.9^n; the start is 4 guesses of which 3.6 were kept."""
     ages = range(len(passes) - 1, -1, -1)
-    kept = 3.2 * 0.9 ** len(passes) + sum(
+    kept = 3.6 * 0.9 ** len(passes) + sum(
         0.9**age * sum(hit for _, hit in outcomes) for age, outcomes in zip(ages, passes, strict=True)
     )
     tested = 4.0 * 0.9 ** len(passes) + sum(
@@ -143,7 +143,7 @@ def test_alpha_is_a_fading_average_of_all_outcomes(passes: list[Outcomes]) -> No
 
 def test_alpha_by_hand() -> None:
     hits = Hits()
-    assert hits.alpha == 0.8
+    assert hits.alpha == 0.9
     hits.learn([(0.9, True), (0.5, False)], 2, 2)
     assert hits.alpha == pytest.approx(3.88 / 5.6)
 

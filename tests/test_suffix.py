@@ -423,7 +423,10 @@ def test_steps_without_a_proposal() -> None:
     drafter.propose([state], [ask(3)])
     drafter.observe([state], [Step([3, 1, 2, 3], [1, 2, 3, 1])])
     assert state.ids == text
-    assert drafted(Suffix(), text).ids == drafter.propose([state], [ask(1)])[0].ids
+    # What it has learned on the way may make it bolder or shier, no more.
+    fresh, learned = drafted(Suffix(), text).ids, drafter.propose([state], [ask(1)])[0].ids
+    assert min(len(fresh), len(learned)) > 6
+    assert all(one == other for one, other in zip(fresh, learned))
     other = drafter.begin(Step([], []))
     assert drafter.propose([other], [ask(3)])[0].ids == [3]
     drafter.observe([other], [Step([3], [1])])
@@ -434,7 +437,9 @@ def test_steps_without_a_proposal() -> None:
 
 
 @pytest.mark.parametrize("prompt", [[5], [5, 5], [5, 6], prompt_of(40)])
-@pytest.mark.parametrize("drafter", [Suffix(), Suffix(max_depth=2), Suffix(cached_requests=4)], ids=["default", "shallow", "with a store"])
+@pytest.mark.parametrize(
+    "drafter", [Suffix(), Suffix(max_depth=2), Suffix(cached_requests=4)], ids=["default", "shallow", "with a store"]
+)
 def test_ids_are_those_of_plain_decoding(prompt: list[int], drafter: Suffix) -> None:
     for _ in range(2):  # the second time the store knows the answer
         (row,) = oracles.decode(oracles.target(), [prompt], drafter, depth=8, max_tokens=20)

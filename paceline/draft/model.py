@@ -153,8 +153,12 @@ class DraftModel(Drafter[Reading]):
             if depth:
                 state.sketch = self._sketch(state, ask, depth)
         growing = [state for state in states if state.sketch is not None]
+        grown = growing
         while growing:
             growing = self._grow(growing)
+        for state in grown:
+            assert state.sketch is not None
+            state.sketch.extend()
         return [
             TokenTree.root(ask.pending) if state.sketch is None else state.sketch.tree()
             for state, ask in zip(states, asks, strict=True)
@@ -171,7 +175,7 @@ class DraftModel(Drafter[Reading]):
                 rest = rest[1 + len(slots[_row(state)]) - sketch.num_known :]
                 state.unread = []
                 state.text += step.tokens[: len(step.tokens) - len(rest)]
-                state.hits.learn(sketch.outcomes(step.following), max(sketch.depths), sketch.passes)
+                state.hits.learn(sketch.outcomes(step.following), sketch.num_levels, sketch.passes)
             state.sketch = None
             rests.append(rest)
         if self._pool is not None:

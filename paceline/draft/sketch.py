@@ -81,7 +81,7 @@ class Sketch:
         self._waiting: list[int] = [0]
         """Nodes that get children once their places are read."""
         self._level_done = 0
-        self.passes, self.spent = 0, 0.0
+        self.passes, self.spent, self.num_levels = 0, 0.0, 0
 
     def path(self, node: int) -> list[int]:
         """The nodes from below the root to `node`."""
@@ -185,7 +185,8 @@ class Sketch:
         itself.
         """
         ranked = sorted(open_nodes, key=lambda node: -self.scores[node])
-        scores = sorted(self.scores[1:], reverse=True)[: self.ask.budget]
+        beyond = [self.scores[ranked[0]] * chance for _, chance in self._expected(ranked[0])] if ranked else []
+        scores = sorted([*self.scores[1:], *beyond], reverse=True)[: self.ask.budget]
         rate = best_cut(scores, self.costs, self.spent).rate
         floor = scores[-1] if len(scores) == self.ask.budget else LEAST
         chosen: list[int] = []
@@ -199,6 +200,23 @@ class Sketch:
             gain += more
         levels = max(1.0, self.hits.per_pass)
         return chosen if gain * levels > rate * self.costs.guess(max(1, len(chosen))) else []
+
+    def _expected(self, node: int) -> list[tuple[int, float]]:
+        """What a look-up expects behind a leaf: guesses that cost no pass of the draft model."""
+        room = min(self.growth.depth, self.ask.budget) - self.depths[node]
+        return self.ask.ahead(self.drafted(node), room) if self.ask.ahead is not None and room > 0 else []
+
+    def extend(self) -> None:
+        """Put what a look-up expects behind the likeliest leaf, once the draft model has had its say."""
+        self.num_levels = max(self.depths)
+        leaves = [n for n in range(len(self.tokens)) if n not in self.children]
+        if self.growth.fixed or not leaves:
+            return
+        node = max(leaves, key=lambda leaf: self.scores[leaf])
+        score = self.scores[node]
+        for token, chance in self._expected(node):
+            self._append(node, token, score * chance)
+            node = len(self.tokens) - 1
 
     # -- what was read -----------------------------------------------------------------------------------------
 
@@ -225,11 +243,14 @@ class Sketch:
             found += [(None, fixed_share(rank)) for rank in range(len(found), self.growth.top_k)]
         self.children[node] = list(range(len(self.tokens), len(self.tokens) + len(found)))
         for rank, (token, share) in enumerate(found):
-            self.tokens.append(token)
-            self.parents.append(node)
-            self.depths.append(self.depths[node] + 1)
-            self.scores.append(self.scores[node] * share)
-            self.is_first.append(self.is_first[node] and rank == 0)
+            self._append(node, token, self.scores[node] * share, self.is_first[node] and rank == 0)
+
+    def _append(self, parent: int, token: int | None, score: float, is_first: bool = False) -> None:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1)
+        self.scores.append(score)
+        self.is_first.append(is_first)
 
     def _candidates(self, node: int, logits: Float[Tensor, "V"]) -> list[tuple[int | None, float]]:
         """(token, share of the parent's score) of the children, best or first drawn first."""

@@ -48,6 +48,10 @@ PRIOR = 8.0
 """Tests that the measured shares stand for in a new text."""
 MEMORY = 0.95
 """What a test before counts of the present one."""
+WEIGHT = 5.0
+"""Misses, and expected ones, that a new text starts with: how fast all chances follow its luck."""
+LEAST, MOST = 0.1, 1.2
+"""How far they follow it: what a miss is worth at least and at most."""
 CONTEXTS = 4
 """Contexts of one node that are asked, the longest ones first."""
 FOLLOWERS = 8
@@ -78,6 +82,8 @@ class Guesses(NamedTuple):
     """Which hits and tests the longest context belongs to."""
     num_first: int
     """How many of the guesses, the first ones, come from it."""
+    hit: float
+    """The chance that it knows the token, before this text's own luck."""
 
 
 @dataclass(eq=False)
@@ -88,10 +94,17 @@ class Text:
     automaton: Automaton = field(default_factory=Automaton)
     hits: list[float] = field(default_factory=lambda: [PRIOR * hit for row in HITS for hit in row])
     tests: list[float] = field(default_factory=lambda: [PRIOR for row in HITS for _ in row])
+    missed: float = WEIGHT
+    expected: float = WEIGHT
+    """Tests of all contexts together: how many went wrong, and how many should have."""
     guesses: dict[int, Guesses] = field(default_factory=dict)
     """Of the nodes whose children were thought about."""
     nodes: dict[tuple[int, int], int] = field(default_factory=dict)
     """(parent, token) -> node."""
+
+    def chance(self, hit: float) -> float:
+        """A chance as it is in this text: one that copies misses less often than others, wherever it may stand."""
+        return 1.0 - (1.0 - hit) * min(max(self.missed / self.expected, LEAST), MOST)
 
     def add(self, tokens: list[int]) -> None:
         """Lengthen the text."""
@@ -111,6 +124,8 @@ class Text:
                 is_hit = any(guess.token == token for guess in guesses.all[: guesses.num_first])
                 self.hits[cell] = MEMORY * self.hits[cell] + (1 - MEMORY) * PRIOR * HITS[row][kind] + is_hit
                 self.tests[cell] = MEMORY * self.tests[cell] + (1 - MEMORY) * PRIOR + 1
+                self.missed = MEMORY * self.missed + (1 - MEMORY) * WEIGHT + (not is_hit)
+                self.expected = MEMORY * self.expected + (1 - MEMORY) * WEIGHT + 1.0 - guesses.hit
             node = self.nodes.get((node, token))
         self.guesses, self.nodes = {}, {}
 
@@ -243,7 +258,7 @@ class Suffix(Drafter[Text]):
         """The tokens that may follow, those of the longest context first, while what is left is worth `least`."""
         found: list[Guess] = []
         seen: set[int] = set()
-        left, cell, num_first = 1.0, 0, 0
+        left, cell, num_first, known = 1.0, 0, 0, 0.0
         own = places[0].automaton
         for automaton, state, length in _contexts(places):
             ways = [way for way in automaton.followers(state, FOLLOWERS) if way[0] not in seen]
@@ -256,7 +271,8 @@ class Suffix(Drafter[Text]):
                 hit = LATER_HITS[row][len(ways) > 1]
             else:
                 cell = 3 * row + (2 if len(ways) > 1 else int(ways[0][1] > 1))
-                hit = text.hits[cell] / text.tests[cell]
+                known = text.hits[cell] / text.tests[cell]
+                hit = text.chance(known)
                 num_first = len(ways)
             total = RECENT + sum(count for _, count in ways)
             for i, (token, count) in enumerate(ways):
@@ -265,7 +281,7 @@ class Suffix(Drafter[Text]):
             left *= 1.0 - hit
             if left < least:
                 break
-        return Guesses(found, cell, num_first)
+        return Guesses(found, cell, num_first, known)
 
 
 def _contexts(places: list[Place]) -> Iterator[Place]:

@@ -60,7 +60,8 @@ def why_not(model: Any) -> str:
         return f"weights are {str(model.dtype).removeprefix('torch.')} on {model.device.type}, not bfloat16 on the CPU"
     if config.hidden_act not in ("silu", "swish"):
         return f"its activation is {config.hidden_act}"
-    if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+    windows = getattr(config, "layer_types", None) or (["window"] if getattr(config, "sliding_window", None) else [])
+    if set(windows) - {"full_attention"}:
         return "its attention has a sliding window"
     if getattr(config, "mlp_bias", False):
         return "its products have biases in other places"
@@ -68,6 +69,8 @@ def why_not(model: Any) -> str:
         return f"its heads have {_head_dim(config)} numbers"
     if config.hidden_size % _GROUP or config.intermediate_size % _GROUP:
         return "its layers are not in whole groups of 32"
+    if model.get_output_embeddings().weight.shape[0] < _LANES:
+        return f"its vocabulary has fewer than {_LANES} ids"
     return ""
 
 
@@ -129,6 +132,7 @@ class Quantised:
         """
         batch, width = tokens.shape
         count = batch * width
+        assert cache.block % native.KEYS == 0, "attention reads keys in blocks"
         cache.start(offsets)
         buffers = cache.buffers(len(self._layers), self._kv_heads, self._dim, torch.bfloat16)
         for layer, (k, v) in zip(self._layers, buffers, strict=True):
