@@ -145,7 +145,7 @@ def test_alpha_by_hand() -> None:
     hits = Hits()
     assert hits.alpha == 0.9
     hits.learn([(0.9, True), (0.5, False)], 2, 2)
-    assert hits.alpha == pytest.approx(3.88 / 5.6)
+    assert hits.alpha == pytest.approx(4.24 / 5.6)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12))

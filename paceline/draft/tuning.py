@@ -48,8 +48,8 @@ GUESSED_BY = (1, 2, 4, 8, 16)
 CHOICES = 2
 """Tokens of a drafting pass behind which guesses are made, as a rule."""
 SCORED = (1.0, 0.65)
-"""Shares of the vocabulary that are tried. Ids are merges by frequency, so the first ones are the frequent ones: of what
-a 1.5B model wrote in code, maths, stories and summaries, 0.1% lay beyond 65% of the ids, but 2.9% beyond 43%."""
+"""Shares of the vocabulary that are tried. Ids are merges by frequency, so the first ones are the frequent ones: of
+what a 1.5B model wrote in code, maths, stories and summaries, 0.1% lay beyond 65% of the ids, but 2.9% beyond 43%."""
 MARGIN = 1.01
 """What a variant must bring to be preferred to one with more exact guesses."""
 VERSION = 2
@@ -134,16 +134,17 @@ def _measured(target: HFTarget, draft: HFTarget, ids: list[int]) -> Tuning:
     base = dict(_timed(target, ids, READ_BY))
     one = base[1]
     law = torch.softmax(_logits(target, ids, len(ids)), -1)
-    vocab = min(target.vocab_size, draft.vocab_size) // 16 * 16  # as many as few bits can score
+    shared = min(target.vocab_size, draft.vocab_size)
     variants = []
     for bits in (16, *(() if why_not(draft.model) else BITS)):
         draft.few = None
         if bits != 16:
             draft.quantise(bits)
+        vocab = min(shared, draft.num_scored)
         logits = _logits(draft, ids, len(ids) if bits == 16 else 16)[:, :vocab]
         seconds = dict(_timed(draft, ids, GUESSED_BY, guesses=True))
         for share in SCORED if bits != 16 else SCORED[:1]:
-            scored = int(vocab * share)
+            scored = vocab if share == 1 else min(vocab, int(shared * share))
             saved = 0.0
             if share < 1:
                 draft.quantise(bits, scored)
