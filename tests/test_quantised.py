@@ -196,7 +196,7 @@ def unpacked(weight: Tensor, bits: int) -> Packed:
     blocks, groups, size = out // 16, inner // GROUP, 16 * GROUP * bits // 8 + 2 * 32
     memory = np.full(blocks * groups * size + 256, 0xA5, dtype=np.uint8)
     weight = weight.contiguous()
-    num_bad = native.tiles().library.paceline_draft_pack(weight.data_ptr(), memory.ctypes.data, out, inner, bits)
+    num_bad = native.tiles().pack_few(weight, memory.ctypes.data, bits)
     assert (memory[-256:] == 0xA5).all(), "packing wrote beyond the blocks"
     codes = np.zeros((out, groups, GROUP), dtype=np.int64)
     ends = np.zeros((2, out, groups, 1))

@@ -101,6 +101,15 @@ class Tiles(NamedTuple):
             raise MemoryError(f"no memory to attend with {heads} heads of {dim} numbers")
         return y
 
+    def draft(self, task: ctypes.Structure) -> None:
+        """One pass of a small model with weights in few bits: `draft_pass` of draft.c."""
+        if self.library.paceline_draft(ctypes.byref(task)):
+            raise MemoryError("no memory for a pass of the draft model")
+
+    def pack_few(self, weight: Tensor, where: int, bits: int) -> int:
+        """Write a contiguous bf16 weight [out, in] in few bits to an address; returns how many groups cannot be."""
+        return int(self.library.paceline_draft_pack(weight.data_ptr(), where, *weight.shape, bits))
+
 
 def row_bits(seen: Bool[Tensor, "B N S"], group: int, open_keys: int) -> Int16[Tensor, "B 1 row_tiles masked"]:
     """What `Tiles.attention` wants to know of a mask: 16 rows to a word, rows being tokens x group members."""

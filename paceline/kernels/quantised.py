@@ -153,8 +153,7 @@ class Quantised:
         first = buffers[0][0]
         task.kv_batch, task.kv_head = first.stride(0), first.stride(1)
         task.keys, task.open = cache.visible, open_keys
-        if native.tiles().library.paceline_draft(ctypes.byref(task)):
-            raise MemoryError(f"no memory to read {count} tokens")
+        native.tiles().draft(task)
         cache.finish()
         return logits
 
@@ -184,7 +183,7 @@ class Quantised:
         weight = weight.contiguous()
         packed = torch.empty(out * inner * self.bits // 8 + out * inner // _GROUP * 4 + 4096, dtype=torch.uint8)
         where = -(-packed.data_ptr() // 64) * 64  # lines of the cache; the rest is read ahead and never used
-        bad = native.tiles().library.paceline_draft_pack(weight.data_ptr(), where, out, inner, self.bits)
+        bad = native.tiles().pack_few(weight, where, self.bits)
         if bad:
             raise ValueError(f"{bad} weights are not finite, or too large for half precision")
         self._kept.append(packed)
