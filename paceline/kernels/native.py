@@ -60,7 +60,7 @@ class Strays(NamedTuple):
 class Tiles(NamedTuple):
     """The compiled kernel's functions, or why there are none."""
 
-    library: Any
+    functions: Any
     why: str = ""
 
     def linear(
@@ -70,7 +70,7 @@ class Tiles(NamedTuple):
         y = x.new_empty(x.shape[0], weight.shape[0])
         where = None if bias is None else bias.data_ptr()
         pointers = (weight.data_ptr(), where, x.data_ptr(), y.data_ptr())
-        if self.library.paceline_linear(*pointers, *weight.shape, x.shape[0]):
+        if self.functions.paceline_linear(*pointers, *weight.shape, x.shape[0]):
             raise MemoryError(f"no memory to pack {x.shape[0]} rows of {weight.shape[1]} numbers")
         return y
 
@@ -95,7 +95,7 @@ class Tiles(NamedTuple):
         strides = (query.stride(0), query.stride(1), query.stride(2), key.stride(0), key.stride(1))
         sizes = (batch, kv_heads, heads // kv_heads, tokens, dim, keys, keys - bits.shape[3])
         apart = (0, 0, 0, 0) if strays is None else (*(t.data_ptr() for t in strays), strays.order.shape[1])
-        if self.library.paceline_attention(
+        if self.functions.paceline_attention(
             ctypes.byref(_Attention(*pointers, *strides, *sizes, *apart, scale * math.log2(math.e)))
         ):
             raise MemoryError(f"no memory to attend with {heads} heads of {dim} numbers")
@@ -103,12 +103,12 @@ class Tiles(NamedTuple):
 
     def draft(self, task: ctypes.Structure) -> None:
         """One pass of a small model with weights in few bits: `draft_pass` of draft.c."""
-        if self.library.paceline_draft(ctypes.byref(task)):
+        if self.functions.paceline_draft(ctypes.byref(task)):
             raise MemoryError("no memory for a pass of the draft model")
 
     def pack_few(self, weight: Tensor, where: int, bits: int) -> int:
         """Write a contiguous bf16 weight [out, in] in few bits to an address; returns how many groups cannot be."""
-        return int(self.library.paceline_draft_pack(weight.data_ptr(), where, *weight.shape, bits))
+        return int(self.functions.paceline_draft_pack(weight.data_ptr(), where, *weight.shape, bits))
 
 
 def row_bits(seen: Bool[Tensor, "B N S"], group: int, open_keys: int) -> Int16[Tensor, "B 1 row_tiles masked"]:
