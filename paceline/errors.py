@@ -52,3 +52,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """``; did you mean 'x'?`` for the closest known word, or nothing when none is close."""
     close = get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def check_whole(name: str, value: object, least: int) -> None:
+    """Passes for a whole number from `least` up; anything else is a BadRequest that says so."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise BadRequest(f"{name}={value!r} was given; a whole number from {least} up is needed")

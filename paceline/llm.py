@@ -20,7 +20,7 @@ from paceline.draft.base import Drafter
 from paceline.draft.costs import Costs, typical
 from paceline.draft.tuning import TEXT, tune
 from paceline.draft.vocabulary import check_vocabularies
-from paceline.errors import BadRequest, PacelineError
+from paceline.errors import BadRequest, PacelineError, check_whole
 from paceline.kernels.cpu import threads_available
 from paceline.models import Source, load_model, load_tokenizer, resolve
 from paceline.output import Logprob, Piece, RequestOutput
@@ -392,10 +392,8 @@ def _copied(processor: Any) -> Any:
 
 def _check_limits(**limits: object) -> None:
     for name, value in limits.items():
-        if value is None and name != "max_num_seqs":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise BadRequest(f"{name}={value!r} was given; a whole number from 1 up is needed")
+        if value is not None or name == "max_num_seqs":
+            check_whole(name, value, 1)
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from jaxtyping import config as shape_checks
 from jaxtyping import install_import_hook
 
 # Shape annotations are checked on every call in the test run, and only there. Before anything of the package is loaded.
@@ -25,6 +26,14 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """As users run the package: annotations unchecked, at full speed, and nobody draws from the global generator."""
+    shape_checks.update("jaxtyping_disable", True)
+    yield
+    shape_checks.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(autouse=True)

@@ -2,23 +2,14 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jaxtyping import config as shape_checks
 
 from paceline.draft.automaton import REACH, Automaton
-
-
-@pytest.fixture
-def unchecked() -> Iterator[None]:
-    """As users run the package: annotations unchecked, so that long texts are indexed at full speed."""
-    shape_checks.update("jaxtyping_disable", True)
-    yield
-    shape_checks.update("jaxtyping_disable", False)
 
 
 def automaton_of(ids: Sequence[int]) -> Automaton:

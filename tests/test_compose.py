@@ -3,12 +3,11 @@
 import itertools
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from jaxtyping import config as shape_checks
 from oracles import VOCAB, Spy, Table, decode, prompt_of, target
 from test_draft_model import GREEDY, MODES, PROMPTS, SAMPLED, expected, near, other, texts, twin
 
@@ -56,14 +55,6 @@ def test_a_draft_that_is_the_target_descends_to_the_deepest_level(settings: dict
     assert row.output_ids == expected([prompt_of(9)], 43, settings)[0]
     assert row.stats.num_target_passes == 7  # 6 rounds of 6 guesses and a token, and the last token
     assert row.stats.num_accepted_tokens == 36
-
-
-@pytest.fixture
-def unchecked() -> Iterator[None]:
-    """As users run the package: annotations unchecked, for the checker draws from the global generator."""
-    shape_checks.update("jaxtyping_disable", True)
-    yield
-    shape_checks.update("jaxtyping_disable", False)
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -5,7 +5,7 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,6 @@ import oracles
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jaxtyping import config as shape_checks
 from oracles import answer, prompt_of
 
 from paceline.draft import automaton as automata
@@ -31,14 +30,6 @@ from paceline.tree import Drawn, TokenTree
 ROOT = Path(__file__).resolve().parent.parent
 FREE = Costs(target=((1, 1.0),))
 """Nodes cost nothing: the whole tree is seen."""
-
-
-@pytest.fixture
-def unchecked() -> Iterator[None]:
-    """As users run the package: annotations unchecked, so that long texts are indexed at full speed."""
-    shape_checks.update("jaxtyping_disable", True)
-    yield
-    shape_checks.update("jaxtyping_disable", False)
 
 
 def ask(pending: int, budget: int = 23, depth: int = 23) -> Ask:

@@ -12,7 +12,7 @@ from paceline.draft.model import DraftModel
 from paceline.draft.ngram import Ngram
 from paceline.draft.suffix import Suffix
 from paceline.draft.tuning import DTYPES
-from paceline.errors import BadRequest, nearest
+from paceline.errors import BadRequest, check_whole, nearest
 from paceline.target import HFTarget
 
 LATER = frozenset(
@@ -113,7 +113,7 @@ class SpeculativeConfig:
             value = getattr(self, name)
             if value is None and name == "num_speculative_tokens":
                 continue
-            _whole(name, value, 0)
+            check_whole(name, value, 0)
         if self.rejection_sample_method not in RULE_NAMES:
             raise BadRequest(
                 f"no rejection_sample_method {self.rejection_sample_method!r}"
@@ -132,9 +132,9 @@ class SpeculativeConfig:
                 f"prompt_lookup_min={self.prompt_lookup_min} and prompt_lookup_max={self.prompt_lookup_max} were "
                 "given; 1 <= min <= max is needed"
             )
-        _whole("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, 0)
+        check_whole("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, 0)
         if self.suffix_decoding_max_tree_depth is not None:
-            _whole("suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth, 1)
+            check_whole("suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth, 1)
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
@@ -160,15 +160,15 @@ class SpeculativeConfig:
         if isinstance(self.model, os.PathLike):
             self._set(model=os.fspath(self.model))
         if self.tree_top_k is not None:
-            _whole("tree_top_k", self.tree_top_k, 1)
+            check_whole("tree_top_k", self.tree_top_k, 1)
         if self.draft_vocab_size is not None:
-            _whole("draft_vocab_size", self.draft_vocab_size, 1)
+            check_whole("draft_vocab_size", self.draft_vocab_size, 1)
         if self.draft_dtype not in DTYPES:
             raise BadRequest(
                 f"no draft_dtype {self.draft_dtype!r}{nearest(str(self.draft_dtype), DTYPES)}; choose from {DTYPES}"
             )
         if self.tree_depth is not None:
-            _whole("tree_depth", self.tree_depth, 1)
+            check_whole("tree_depth", self.tree_depth, 1)
             if self.num_speculative_tokens not in (None, self.tree_depth):
                 raise BadRequest(
                     f"tree_depth={self.tree_depth} and num_speculative_tokens={self.num_speculative_tokens} were "
@@ -272,8 +272,3 @@ def _member(given: Any) -> dict[str, Any]:
 
 def _default(name: str) -> Any:
     return next(field.default for field in fields(SpeculativeConfig) if field.name == name)
-
-
-def _whole(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise BadRequest(f"{name}={value!r} was given; a whole number from {least} up is needed")

@@ -31,7 +31,7 @@ import torch
 from paceline.draft.automaton import OVERLAP, Automaton, Store
 from paceline.draft.base import Ask, Drafter, Step
 from paceline.draft.costs import Costs, best_cut
-from paceline.errors import BadRequest
+from paceline.errors import BadRequest, check_whole
 from paceline.tree import TokenTree
 
 LENGTHS = (1, 2, 3, 4, 6, 9, 17)
@@ -151,8 +151,8 @@ class Suffix(Drafter[Text]):
         costs: Costs | None = None,
     ) -> None:
         if max_depth is not None:
-            _whole("max_depth", max_depth, 1)
-        _whole("cached_requests", cached_requests, 0)
+            check_whole("max_depth", max_depth, 1)
+        check_whole("cached_requests", cached_requests, 0)
         if isinstance(min_score, bool) or not isinstance(min_score, int | float) or not 0.0 < min_score <= 1.0:
             raise BadRequest(f"min_score={min_score!r} was given; a number above 0 and up to 1 is needed")
         self.max_depth, self.min_score, self.costs = max_depth, float(min_score), costs or Costs()
@@ -300,8 +300,3 @@ def _contexts(places: list[Place]) -> Iterator[Place]:
 def _row(length: int) -> int:
     """Which of `LENGTHS` a length belongs to."""
     return bisect_right(LENGTHS, length) - 1
-
-
-def _whole(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise BadRequest(f"{name}={value!r} was given; a whole number from {least} up is needed")
