@@ -32,7 +32,7 @@ class Costs:
         return _between(self.draft, tokens)
 
 
-TILES = Costs(target=((1, 1.0), (16, 1.2), (17, 1.45), (32, 1.6), (64, 2.5)))
+TILES = Costs(target=((1, 1.0), (4, 1.1), (16, 1.15), (17, 1.4), (24, 1.45), (32, 1.6), (64, 2.5)))
 """Where linear layers run on matrix tiles, which are 16 tokens wide."""
 
 

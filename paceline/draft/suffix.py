@@ -50,7 +50,7 @@ MEMORY = 0.95
 """What a test before counts of the present one."""
 WEIGHT = 5.0
 """Misses, and expected ones, that a new text starts with: how fast all chances follow its luck."""
-LEAST, MOST = 0.1, 1.2
+LEAST, MOST = 0.05, 1.0
 """How far they follow it: what a miss is worth at least and at most."""
 CONTEXTS = 4
 """Contexts of one node that are asked, the longest ones first."""
@@ -138,7 +138,7 @@ class Suffix(Drafter[Text]):
         cached_requests: how many finished texts (prompt and output, aborted ones too) are kept for later requests to
             copy from, wherever such a text has a longer match than their own. With 0 nothing passes from one request
             to another. With more, what is drafted depends on the requests before; what is emitted does not.
-        min_score: least expected acceptance of a node. A smaller one drafts more nodes than are worth their time.
+        min_score: least expected acceptance of a node. Where a pass has room, unlikely ones cost nothing.
         costs: what passes of the target cost by their tokens; nodes that are not worth their part of it are left out.
     """
 
@@ -147,7 +147,7 @@ class Suffix(Drafter[Text]):
         *,
         max_depth: int | None = None,
         cached_requests: int = 0,
-        min_score: float = 0.02,
+        min_score: float = 0.005,
         costs: Costs | None = None,
     ) -> None:
         if max_depth is not None:
