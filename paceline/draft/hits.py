@@ -85,8 +85,8 @@ class Hits:
 
     def learn(self, outcomes: Sequence[tuple[float, bool]], levels: int, passes: int) -> None:
         """Take note of a pass: (chance given to the best guess, whether it was kept) for each that was tested."""
-        for total in ("_kept", "_tested"):
-            setattr(self, total, MEMORY * getattr(self, total))
+        self._kept *= MEMORY
+        self._tested *= MEMORY
         for chance, kept in outcomes:
             self._kept += kept
             self._tested += 1

@@ -191,6 +191,7 @@ def _timed(
     def once(n: int) -> float:
         start = perf_counter()
         logits = model.forward(torch.tensor([ids[:n]]), torch.arange(n)[None], None, cache).logits
+        float(logits[0, -1, 0])  # waits for a device that computes behind our back
         for row in logits[0, -CHOICES:] if guesses else ():
             sampler.top(row[: model.num_scored], (), len(ids), 4)
         cache.unstage()
