@@ -12,7 +12,7 @@ import reprlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from paceline.cache import GROWTH, KVCache
-from paceline.draft.base import Ask, Drafter, Step
+from paceline.draft.base import Ask, Drafter, Scored, Step
 from paceline.errors import BadLogits, BadRequest, IncompatibleDrafter
 from paceline.output import FinishReason, Logprob, Stats
 from paceline.prefix import Found, Prefixes, border_behind
 from paceline.sampling import Draws, Law, Sampler, SamplingParams, fresh_seed, ranked
 from paceline.target import Seen, Target
 from paceline.text import Text
-from paceline.tree import TokenTree, stack
+from paceline.tree import Stacked, TokenTree, stack
 from paceline.verify import RULES
 
 NODES_PER_PASS = 32
@@ -205,7 +205,7 @@ def prefill(target: Target, sequence: Request, prefixes: Prefixes | None = None)
     cache = target.new_cache(1, len(tokens) + min(sequence.max_tokens, 4 * GROWTH))
     last = len(tokens) - 1
     found = Found(0, 0, [])
-    if prefixes is not None and not drafter.taps and count is None:
+    if prefixes is not None and not (drafter.taps or drafter.scores_prompt) and count is None:
         found = prefixes.find(tokens) or found
     if found.length:
         cache.load(found.kv, found.length)
@@ -216,15 +216,18 @@ def prefill(target: Target, sequence: Request, prefixes: Prefixes | None = None)
         sequence.prompt_logprobs = [None]
     cache.watch = True
     while True:
-        hidden = None
+        hidden = scored = None
         if end > cache.lengths[0]:
-            seen = _read(target, cache, tokens[begin:end], begin, drafter.taps, count is not None)
+            logits = count is not None or drafter.scores_prompt
+            seen = _read(target, cache, tokens[begin:end], begin, drafter.taps, logits)
             hidden = seen.hidden[0] if seen.hidden is not None else None
+            if drafter.scores_prompt:
+                scored = _scored(drafter, tokens[begin:end], list(range(-1, end - begin - 1)), seen.logits[0])
             if count is not None:
                 rows = zip(seen.logits[0], tokens[begin + 1 : end + 1], strict=True)
                 sequence.prompt_logprobs += [ranked(row, token, count) for row, token in rows]
         if end or last == 0:
-            step = Step(tokens[begin:end], tokens[begin + 1 : end + 1], hidden=hidden)
+            step = Step(tokens[begin:end], tokens[begin + 1 : end + 1], hidden=hidden, scored=scored)
             if begin == 0:
                 sequence.state, sequence.begun = drafter.begin(step), True
             else:
@@ -265,12 +268,11 @@ def step(target: Target, cache: KVCache, rows: Sequence[Request]) -> None:
     """One pass over the running rows, row i of the cache being `rows[i]`: draft, read, verify, cut, commit, observe."""
     clock = _Clock(rows)
     # 1 draft: a tree per row, rooted at its pending token
-    trees = _propose(rows)
+    trees = _propose(rows, cache)
     clock.mark("draft")
     # 2 read: one forward of the target over all trees, keys and values staged
-    stacked = stack(trees)
     taps = sorted({tap for row in rows for tap in row.drafter.taps})
-    seen = target.forward(stacked.tokens, stacked.offsets, stacked.mask, cache, taps)
+    stacked, seen = _read_trees(target, cache, trees, taps)
     clock.mark("target")
     # 3 verify, 4 cut: walk each tree by the target's own laws; keep what comes before the first stop
     kept = [_verify(row, trees[b], seen.logits[b], stacked.slots[b]) for b, row in enumerate(rows)]
@@ -428,10 +430,10 @@ def _by_drafter(rows: Sequence[Request]) -> list[tuple[Drafter[Any], list[int]]]
     return list(groups.values())
 
 
-def _propose(rows: Sequence[Request]) -> list[TokenTree]:
+def _propose(rows: Sequence[Request], cache: KVCache) -> list[TokenTree]:
     # Rows are read side by side, as wide as the widest: an equal share each is all that the pass has.
     most = max(NODES_PER_PASS, 1 + max(row.budget for row in rows)) // len(rows) - 1
-    asks = [row.ask(max(0, most)) for row in rows]
+    asks = [row.ask(max(0, most))._replace(cache=cache, row=b) for b, row in enumerate(rows)]
     trees: list[TokenTree] = [TokenTree.root(ask.pending) for ask in asks]
     for drafter, members in _by_drafter(rows):
         wanted = [b for b in members if asks[b].budget]
@@ -447,6 +449,32 @@ def _propose(rows: Sequence[Request]) -> list[TokenTree]:
         for b, tree in zip(wanted, proposed, strict=True):
             trees[b] = _within(tree, rows[b], asks[b], drafter)
     return trees
+
+
+def _read_trees(target: Target, cache: KVCache, trees: list[TokenTree], taps: Sequence[int]) -> tuple[Stacked, Seen]:
+    """Read the trees; where nodes have been through the first layers already, go on from there."""
+    staged = cache.staged
+    begun = {(tree.read.layer, len(tree.read.states)) for tree in trees if tree.read is not None}
+    if begun != {(layer := max(begun, default=(0, 0))[0], staged)} or taps:
+        # Nobody began; or rows began in different ways, or hidden states of all layers are wanted: from the start then.
+        cache.unstage()
+        stacked = stack([replace(tree, read=None) for tree in trees] if begun else trees)
+        return stacked, target.forward(stacked.tokens, stacked.offsets, stacked.mask, cache, taps)
+    model: Any = target  # whoever reads through layers has seen to it that the target can
+    stacked = stack(trees, staged)
+    tokens, offsets, mask = stacked.tokens, stacked.offsets, stacked.mask
+    known = next(tree.read.states for tree in trees if tree.read is not None)
+    states = known.new_zeros(*tokens.shape, known.shape[-1])
+    for b, tree in enumerate(trees):
+        if tree.read is not None:
+            states[b, :staged] = tree.read.states
+    if tokens.shape[1] > staged:
+        rest = model.forward(
+            tokens[:, staged:], offsets[:, staged:], mask[:, staged:], cache, logits=False, layers=(0, layer)
+        )
+        states[:, staged:] = rest.hidden
+    cache.unstage()  # the same slots again, in the other layers
+    return stacked, model.forward(tokens, offsets, mask, cache, layers=(layer, model.num_layers), states=states)
 
 
 def _within(tree: TokenTree, row: Request, ask: Ask, drafter: Drafter[Any]) -> TokenTree:
@@ -531,7 +559,16 @@ def _gained(
     if tree.rider is not None:
         riders = seen.logits[b, tree.num_nodes : tree.num_nodes + tree.rider.tokens.shape[0]]
     logits = seen.logits[b, where] if drafter.reads_logits else None
-    return Step([tree.ids[node] for node in kept.nodes], kept.ids, logits, hidden, riders)
+    scored = None
+    if drafter.top_scored:
+        scored = _scored(drafter, tree.ids, tree.parents.tolist(), seen.logits[b, slots])
+    return Step([tree.ids[node] for node in kept.nodes], kept.ids, logits, hidden, riders, scored)
+
+
+def _scored(drafter: Drafter[Any], tokens: list[int], parents: list[int], logits: Tensor) -> Scored:
+    """What the target would write after each token that it read."""
+    best = logits.topk(min(drafter.top_scored, logits.shape[-1]), dim=-1)
+    return Scored(tokens, parents, best.indices, best.values.float())
 
 
 class _Clock:

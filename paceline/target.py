@@ -6,6 +6,8 @@ its own modelling code runs unchanged, with our K/V cache, our masks and our att
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
@@ -17,6 +19,7 @@ from paceline.cache import KVCache
 from paceline.errors import UnsupportedModel
 from paceline.kernels import Kernel, native, prepare
 from paceline.kernels.quantised import MOST_TOKENS, Quantised, why_not
+from paceline.layers import decoder_layers, only
 
 ATTENTION = "paceline"
 """Name of our attention function in the registry of `transformers`."""
@@ -123,6 +126,21 @@ class HFTarget:
         """How many ids get logits, the first ones: all but where `quantise` was told otherwise."""
         return self.vocab_size if self.few is None else self.few.vocab_size
 
+    @cached_property
+    def _layers(self) -> nn.ModuleList:
+        return decoder_layers(self.model)
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers the model has."""
+        return int(self.model.config.get_text_config().num_hidden_layers)
+
+    def share(self, num_layers: int) -> float:
+        """The part of a pass's weights that its first layers and its head make up."""
+        head = self.model.get_output_embeddings().weight.nbytes
+        own = [p.nbytes for layer in list(self._layers)[:num_layers] for p in layer.parameters()]
+        return float(sum(own) + head) / self.weight_bytes
+
     @property
     def device(self) -> torch.device:
         """Where the model lives."""
@@ -155,24 +173,36 @@ class HFTarget:
         taps: Sequence[int] = (),
         *,
         logits: bool = True,
+        layers: tuple[int, int] | None = None,
+        states: Float[Tensor, "B N H"] | None = None,
     ) -> Seen:
-        """See `Target`."""
+        """See `Target`.
+
+        Args:
+            layers: run only these, from the first one up to the second one, and stage K/V in these alone. `Seen.hidden`
+                then has the states behind them (before the final norm), but where they end with the last layer.
+            states: [B, N, H], what the layer before the first of them gave; needed unless that is layer 0.
+        """
         device = self.device
         lengths = torch.tensor(cache.lengths)[:, None]
-        if self.few is not None and logits and not taps and tokens.numel() <= MOST_TOKENS:
+        if self.few is not None and logits and not taps and layers is None and tokens.numel() <= MOST_TOKENS:
             few = self.few.forward(tokens, offsets, lambda: visible_slots(lengths, offsets, mask, cache), cache)
             return Seen(few, None)
         cache.start(offsets)
-        out: Any = self.model(
-            input_ids=tokens.to(device),
-            position_ids=(lengths + offsets).to(device),
-            attention_mask=self._masks(lengths, offsets, mask, cache),
-            cache=cache,
-            use_cache=True,
-            output_hidden_states=bool(taps),
-            logits_to_keep=0 if logits else torch.empty(0, dtype=torch.int64, device=device),
-        )
+        run = nullcontext() if layers is None else only(self._layers, *layers, states)
+        with run as part:
+            out: Any = self.model(
+                input_ids=tokens.to(device),
+                position_ids=(lengths + offsets).to(device),
+                attention_mask=self._masks(lengths, offsets, mask, cache),
+                cache=cache,
+                use_cache=True,
+                output_hidden_states=bool(taps),
+                logits_to_keep=0 if logits else torch.empty(0, dtype=torch.int64, device=device),
+            )
         cache.finish()
+        if part is not None and layers is not None and layers[1] < self.num_layers:
+            return Seen(out.logits, part.states)
         hidden = torch.cat([out.hidden_states[tap] for tap in taps], dim=-1) if taps else None
         return Seen(out.logits, hidden)
 

@@ -10,7 +10,7 @@ A chain is a tree with one child per node; plain decoding is the tree with one n
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from typing import ClassVar, NamedTuple
@@ -56,6 +56,19 @@ class Rider:
 
 
 @dataclass(frozen=True, eq=False)
+class Read:
+    """How far the target has read a tree's nodes already: through its first layers, for a draft from there."""
+
+    layer: int
+    """The first layer that has not seen them."""
+    slots: list[int]
+    """The staged slot of each node; -1 for a node that was not read."""
+    states: Float[Tensor, "S H"]
+    """What the layer before gave for every staged slot."""
+    __no_type_check__: ClassVar[bool] = True  # made by the package itself
+
+
+@dataclass(frozen=True, eq=False)
 class TokenTree:
     """Drafted tokens under the pending token, with a truthful label of how siblings were drawn.
 
@@ -71,6 +84,7 @@ class TokenTree:
     score: Float[Tensor, "N"] | None = None
     """Expected acceptance of each node: for budgets, for slots, and for choosing between drafters."""
     rider: Rider | None = None
+    read: Read | None = None
     __no_type_check__: ClassVar[bool] = True  # checked below, in the test run too, with words
 
     def __post_init__(self) -> None:
@@ -156,6 +170,7 @@ class TokenTree:
             None if self.q is None else self.q[:num_nodes],
             None if self.score is None else self.score[:num_nodes],
             rider,
+            None if self.read is None else replace(self.read, slots=self.read.slots[:num_nodes]),
         )
 
     def truncate(self, budget: int) -> "TokenTree":
@@ -179,6 +194,7 @@ class TokenTree:
             None if self.q is None else self.q[kept],
             None if self.score is None else self.score[kept],
             rider,
+            None if self.read is None else replace(self.read, slots=[self.read.slots[node] for node in kept]),
         )
 
     # -- derived -----------------------------------------------------------------------------------------------
@@ -273,35 +289,45 @@ class Stacked(NamedTuple):
     """slots[b][node] is the slot of a node."""
 
 
-def stack(trees: list[TokenTree]) -> Stacked:
-    """The trees side by side, each node in its slot."""
+def stack(trees: list[TokenTree], staged: int = 0) -> Stacked:
+    """The trees side by side, each node in its slot.
+
+    Args:
+        staged: slots that are staged already; nodes that were read (`TokenTree.read`) keep theirs, the others follow.
+    """
     if not trees:
         raise BadRequest("no trees were given; a pass needs at least one row")
-    width = max(tree.num_nodes + (0 if tree.rider is None else tree.rider.tokens.shape[0]) for tree in trees)
+    slots = [_slots(tree, staged) for tree in trees]
+    ends = [max(staged - 1, *own) + 1 for own in slots]
+    riders = [0 if tree.rider is None else tree.rider.tokens.shape[0] for tree in trees]
+    width = max(end + more for end, more in zip(ends, riders, strict=True))
     tokens = torch.zeros(len(trees), width, dtype=torch.int64)
     offsets = torch.zeros_like(tokens)
     mask = torch.eye(width, dtype=torch.bool).repeat(len(trees), 1, 1)
-    slots: list[list[int]] = []
     for row, tree in enumerate(trees):
-        size, order = tree.num_nodes, tree.slot_order
-        tokens[row, :size] = torch.tensor([tree.ids[node] for node in order])
-        offsets[row, :size] = torch.tensor([tree.depth[node] for node in order])
-        mask[row, :size, :size] = tree.ancestors if tree.is_chain else tree.ancestors[order][:, order]
-        slots.append(_inverse(order))
+        where = torch.tensor(slots[row])
+        tokens[row, where] = tree.tokens
+        offsets[row, where] = torch.tensor(tree.depth)
+        mask[row, where[:, None], where] = tree.ancestors
         if tree.rider is not None:
-            end = size + tree.rider.tokens.shape[0]
-            tokens[row, size:end] = tree.rider.tokens
-            offsets[row, size:end] = tree.rider.offsets
-            mask[row, size:end, :size] = tree.rider.mask[:, order]
-            mask[row, size:end, size:end] = tree.rider.mask[:, size:]
+            begin, size = ends[row], tree.num_nodes
+            end = begin + riders[row]
+            tokens[row, begin:end] = tree.rider.tokens
+            offsets[row, begin:end] = tree.rider.offsets
+            mask[row, begin:end, where] = tree.rider.mask[:, :size]
+            mask[row, begin:end, begin:end] = tree.rider.mask[:, size:]
     return Stacked(tokens, offsets, mask, slots)
 
 
-def _inverse(order: list[int]) -> list[int]:
-    slots = [0] * len(order)
-    for slot, node in enumerate(order):
-        slots[node] = slot
-    return slots
+def _slots(tree: TokenTree, staged: int) -> list[int]:
+    """The slot of each node: where it was read, else behind what is staged, the likeliest path first."""
+    read = [-1] * tree.num_nodes if tree.read is None else list(tree.read.slots)
+    new = staged
+    for node in tree.slot_order:
+        if read[node] < 0:
+            read[node] = new
+            new += 1
+    return read
 
 
 def _ids(ids: list[int]) -> Int64[Tensor, "N"]:

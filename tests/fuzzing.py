@@ -26,8 +26,12 @@ import paceline.prefix
 from paceline.cache import KVCache
 from paceline.decode import Request, run
 from paceline.draft.base import Drafter, NoDraft
+from paceline.draft.early_exit import EarlyExit
+from paceline.draft.lookahead import Lookahead
 from paceline.draft.model import DraftModel
 from paceline.draft.ngram import Ngram
+from paceline.draft.recycle import Recycle
+from paceline.draft.suffix import Suffix
 from paceline.prefix import Prefixes
 from paceline.sampling import Draws, SamplingParams
 from paceline.target import HFTarget
@@ -104,6 +108,8 @@ def boost(ids: list[int], logits: Tensor) -> Tensor:
     return logits
 
 
+OWN = ("suffix", "recycle", "lookahead", "exit")
+"""Drafters of the package that look at nothing but the text and the target."""
 SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "top_k": st.sampled_from((1, 2, 5, 30, 500)),
     "top_p": st.sampled_from((0.9, 0.5, 0.05)),
@@ -121,7 +127,7 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "prompt_logprobs": st.just(1),
     "logits_processors": st.just((boost,)),
 }
-KINDS = ("wild", "half", "model", "wild", "right", "ngram", "model", "wrong", "empty", "none")
+KINDS = ("wild", "half", "model", "wild", "right", "ngram", "model", "wrong", "empty", "none", *OWN)
 GREEDY, HOT = (0.0,), (1.0, 0.1, 2.0)
 
 
@@ -407,7 +413,7 @@ def drafters(case: Case, shared: dict[Draft, Drafter[Any]] | None = None) -> lis
     made: list[Drafter[Any]] = []
     for ticket in case.tickets:
         draft = ticket.draft
-        if draft.kind in ("none", "ngram", "model"):
+        if draft.kind in ("none", "ngram", "model", *OWN):
             if draft not in shared:
                 shared[draft] = _unscripted(draft, case)
             made.append(shared[draft])
@@ -421,8 +427,22 @@ def _unscripted(draft: Draft, case: Case) -> Drafter[Any]:
         return NoDraft()
     if draft.kind == "ngram":
         return Ngram(draft.depth, max(1, draft.depth - 2))
+    if draft.kind in OWN:
+        return _own(draft, case)
     model = draft_target(draft.model, case.arch, case.limit)
     made = DraftModel(model, tree_top_k=draft.top_k, depth=draft.depth or None, rule=case.rule, reuse_prefix=case.store)
+    made.bind(oracles.target(case.arch, limit=case.limit))
+    return made
+
+
+def _own(draft: Draft, case: Case) -> Drafter[Any]:
+    made: Drafter[Any]
+    if draft.kind == "exit":
+        made = EarlyExit(1, depth=draft.depth % 4 or None, tree_top_k=1 + draft.seed % 3, rule=case.rule)
+    elif draft.kind == "lookahead":
+        made = Lookahead(1 + draft.seed % 5, 2 + draft.depth % 4, 1 + draft.seed % 3)
+    else:
+        made = Suffix() if draft.kind == "suffix" else Recycle(width=1 + draft.seed % 9)
     made.bind(oracles.target(case.arch, limit=case.limit))
     return made
 

@@ -238,13 +238,14 @@ def test_a_merged_tree_has_all_paths_and_scores_that_can_be() -> None:
     chance = random.Random(4)
     for _ in range(200):
         trees = [random_tree(chance, chance.randint(1, 4)) for _ in range(chance.randint(1, 3))]
-        tokens, parents, scores = _merged(trees)
+        tokens, parents, scores, places = _merged(trees)
         merged = paths_of(tokens, parents)
         assert len(merged) == len(tokens)
         assert set(merged) == set().union(*(paths_of(tree.ids, tree.parents.tolist()) for tree in trees))
-        for tree in trees:
+        for tree, nodes in zip(trees, places, strict=True):
             for path, node in paths_of(tree.ids, tree.parents.tolist()).items():
                 new = scores[merged[path]]
+                assert nodes[node] == merged[path]
                 if tree is trees[0]:
                     assert new >= float(tree.score[node]) - 1e-6
         for node in range(1, len(tokens)):
@@ -259,7 +260,7 @@ def test_the_verified_tree_is_the_best_that_fits() -> None:
     costs = Costs(target=((1, 1.0), (2, 1.4), (8, 1.6)))
     for _ in range(40):
         trees = {0: random_tree(chance, 2), 1: random_tree(chance, 2)}
-        tokens, parents, scores = _merged(list(trees.values()))
+        tokens, parents, scores, _ = _merged(list(trees.values()))
         budget = chance.randint(1, 4)
         ask: Any = Ask(0, 0, budget, 9, None, None, None)  # type: ignore[arg-type]
         drafter = Compose([Ngram(), Suffix()], costs=costs)

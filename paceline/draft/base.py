@@ -16,9 +16,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
+from paceline.cache import KVCache
 from paceline.sampling import Draws
 from paceline.tree import TokenTree
 
@@ -52,6 +53,11 @@ class Ask(NamedTuple):
     ahead: Callable[[Sequence[int], int], list[tuple[int, float]]] | None = None
     """In a composition, what look-ups expect: (drafted ids below the pending token, count) -> the next ids, each with
     the probability that it and all before it are right. A costly drafter may read them along to save passes."""
+    cache: KVCache | None = None
+    """The target's own cache, for a drafter that runs the target's first layers: what it stages there is read on from,
+    if its tree says so (`TokenTree.read`), and else dropped."""
+    row: int = 0
+    """The sequence's row in it."""
 
 
 class Step(NamedTuple):
@@ -67,6 +73,21 @@ class Step(NamedTuple):
     """The tapped hidden states of each, side by side; None without taps."""
     rider_logits: Float[Tensor, "M V"] | None = None
     """Raw logits at the tree's rider tokens, when it carried some."""
+    scored: "Scored | None" = None
+    """All that the target read and what it would write next; only for drafters with `top_scored`."""
+
+
+class Scored(NamedTuple):
+    """Every token that the target read in a pass, rejected guesses included, with its best ids behind each."""
+
+    tokens: list[int]
+    """The N nodes of the tree, root first, or the tokens of a chunk of the prompt."""
+    parents: list[int]
+    """The node above each; -1 for the first one."""
+    top: Int64[Tensor, "N k"]
+    """The ids with the highest raw logits after each, best first."""
+    values: Float[Tensor, "N k"]
+    """Their raw logits, in float32."""
 
 
 class Forecast(NamedTuple):
@@ -89,6 +110,11 @@ class Drafter(ABC, Generic[S]):
     """Which of the target's `hidden_states` (as `transformers` counts them) `Step.hidden` carries; () costs nothing."""
     reads_logits: bool = False
     """Whether `Step.logits` is wanted; it copies a vocabulary-wide row per kept token."""
+    top_scored: int = 0
+    """How many ids `Step.scored` is to bring for each token that the target reads in a pass; 0 costs nothing."""
+    scores_prompt: bool = False
+    """Whether the chunks of the prompt are to bring `Step.scored` too: logits of the whole prompt are computed then, and
+    no part of it is taken from earlier requests."""
 
     def bind(self, target: Any) -> None:
         """Called once per target before any work: check vocabulary and width, borrow embeddings.

@@ -18,7 +18,7 @@ import torch
 from paceline.draft.base import Ask, Drafter, Forecast, Step
 from paceline.draft.costs import Costs, best_cut
 from paceline.errors import BadRequest
-from paceline.tree import Drawn, TokenTree
+from paceline.tree import Drawn, Rider, TokenTree
 
 PRIOR = (2.4, 4.0)
 """Guesses kept and guesses tested that a drafter without scores starts with."""
@@ -42,6 +42,8 @@ class Mix:
     """What passes have brought of late, and what they cost."""
     cost: float = 0.0
     """Of the present pass."""
+    rides: int | None = None
+    """The member whose rider goes along with the present pass."""
 
     def chance(self, member: int) -> float:
         """How often a guess of a member came true where all above it had."""
@@ -84,6 +86,8 @@ class Compose(Drafter[Mix]):
         self.drafters, self.rule, self.costs = tuple(drafters), rule, costs or Costs()
         self.taps = tuple(sorted({tap for one in drafters for tap in one.taps}))
         self.reads_logits = any(one.reads_logits for one in drafters)
+        self.top_scored = max(one.top_scored for one in drafters)
+        self.scores_prompt = any(one.scores_prompt for one in drafters)
 
     def bind(self, target: Any) -> None:
         """Binds every member; each says for itself what does not fit."""
@@ -121,6 +125,9 @@ class Compose(Drafter[Mix]):
         for mix, ask, own, member, forecasts in zip(states, asks, found, chosen, costly, strict=True):
             spent = 0.0 if member is None else forecasts[member].cost
             trees.append(self._best(mix, ask, own, member, spent))
+            mix.rides = None
+            if (rider := trees[-1].rider) is not None:
+                mix.rides = next(n for n, tree in own.items() if tree.rider and tree.rider.tokens is rider.tokens)
             mix.cost = self.costs.verify(trees[-1].num_nodes) + spent
         return trees
 
@@ -128,7 +135,7 @@ class Compose(Drafter[Mix]):
         """Every member learns what was kept, whoever guessed it."""
         for mix, step in zip(states, steps, strict=True):
             mix.learn(step.following)
-        shares = [self._shares(step) for step in steps]
+        shares = [self._shares(step, mix.rides) for mix, step in zip(states, steps, strict=True)]
         for number, drafter in enumerate(self.drafters):
             drafter.observe([mix.states[number] for mix in states], [share[number] for share in shares])
 
@@ -156,7 +163,7 @@ class Compose(Drafter[Mix]):
                 chance = states[i].chance(number)
                 score = torch.tensor([chance**depth for depth in tree.depth])
                 tree = TokenTree(tree.tokens, tree.parents, tree.drawn, tree.q, score, tree.rider)
-            if tree.num_nodes > 1:
+            if tree.num_nodes > 1 or tree.rider is not None:
                 found[i][number] = tree
 
     def _rate(self, mix: Mix, ask: Ask, number: int, tree: TokenTree, spent: float = 0.0) -> float:
@@ -209,30 +216,40 @@ class Compose(Drafter[Mix]):
             return TokenTree.root(ask.pending)
         order = sorted(found, key=lambda number: number != asked)
         is_apart = self.rule != "coupled" and any(tree.drawn is not Drawn.FIXED for tree in found.values())
-        if is_apart or any(tree.rider is not None for tree in found.values()):
+        riders = [number for number in order if found[number].rider is not None]
+        if is_apart or len(riders) > 1:
             if asked in found and is_apart:
                 return found[asked]
             return found[max(order, key=lambda number: self._rate(mix, ask, number, found[number], spent))]
-        tokens, parents, scores = _merged([found[number] for number in order])
+        tokens, parents, scores, places = _merged([found[number] for number in order])
         ranked = sorted(range(1, len(tokens)), key=lambda node: -scores[node])[: ask.budget]  # stable: the parent wins
         cut = best_cut([scores[node] for node in ranked], self.costs, spent)
         kept = [0, *sorted(ranked[: cut.num_nodes])]
         place = {node: new for new, node in enumerate(kept)}
+        rider = None
+        for number, nodes in zip(order, places, strict=True):
+            if (own := found[number].rider) is not None:
+                rider = _moved(own, [place.get(node) for node in nodes], len(kept))
         return TokenTree(
             torch.tensor([tokens[node] for node in kept]),
             torch.tensor([-1, *(place[parents[node]] for node in kept[1:])]),
             score=torch.tensor([scores[node] for node in kept]),
+            rider=rider,
         )
 
-    def _shares(self, step: Step) -> list[Step]:
-        """A step as each member wants it: with the hidden states of its own taps."""
-        if step.hidden is None:
-            return [step] * len(self.drafters)
-        width = step.hidden.shape[-1] // len(self.taps)
+    def _shares(self, step: Step, rides: int | None = None) -> list[Step]:
+        """A step as each member wants it: with the hidden states of its own taps, and what its own rider brought."""
+        width = 0 if step.hidden is None else step.hidden.shape[-1] // len(self.taps)
         shares = []
-        for one in self.drafters:
-            parts = [step.hidden[:, self.taps.index(t) * width : (self.taps.index(t) + 1) * width] for t in one.taps]
-            shares.append(step._replace(hidden=torch.cat(parts, dim=-1) if parts else None))
+        for number, one in enumerate(self.drafters):
+            hidden = scored = None
+            if step.hidden is not None and one.taps:
+                hidden = torch.cat([step.hidden[:, self.taps.index(t) * width :][:, :width] for t in one.taps], dim=-1)
+            if step.scored is not None and one.top_scored:
+                count = one.top_scored
+                scored = step.scored._replace(top=step.scored.top[:, :count], values=step.scored.values[:, :count])
+            riders = step.rider_logits if number == rides else None
+            shares.append(step._replace(hidden=hidden, scored=scored, rider_logits=riders))
         return shares
 
 
@@ -241,8 +258,19 @@ def _ranked(tree: TokenTree) -> list[float]:
     return sorted((float(score) for score in tree.score[1:].tolist()), reverse=True)
 
 
-def _merged(trees: list[TokenTree]) -> tuple[list[int], list[int], list[float]]:
-    """Tokens, parents and scores of the trees as one; the first tree's word on a branching counts for more.
+def _moved(rider: Rider, nodes: list[int | None], num_nodes: int) -> Rider:
+    """A rider in another tree, where node i of its own one is `nodes[i]`, or is not at all."""
+    seen = torch.zeros(len(rider.tokens), num_nodes, dtype=torch.bool)
+    for column, node in enumerate(nodes):
+        if node is not None:
+            seen[:, node] = rider.mask[:, column]
+    return Rider(rider.tokens, rider.offsets, torch.cat([seen, rider.mask[:, len(nodes) :]], dim=1))
+
+
+def _merged(trees: list[TokenTree]) -> tuple[list[int], list[int], list[float], list[list[int]]]:
+    """Tokens, parents and scores of the trees as one, and where each tree's nodes are in it.
+
+    The first tree's word on a branching counts for more.
 
     Where two trees have a node it gets the better score. A node that only a later tree has shares what the others
     leave of its parent's score: the target takes one child at most.
@@ -251,6 +279,7 @@ def _merged(trees: list[TokenTree]) -> tuple[list[int], list[int], list[float]]:
     place: dict[tuple[int, int], int] = {}
     taken = [0.0]
     """What the children of each node have of its score."""
+    places: list[list[int]] = []
     for tree in trees:
         assert tree.score is not None
         given = tree.score.tolist()
@@ -270,4 +299,5 @@ def _merged(trees: list[TokenTree]) -> tuple[list[int], list[int], list[float]]:
                 taken[above] += score - scores[known]
                 scores[known] = score
             where.append(known)
-    return tokens, parents, scores
+        places.append(where)
+    return tokens, parents, scores, places

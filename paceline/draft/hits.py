@@ -8,6 +8,9 @@ import math
 from bisect import bisect
 from collections.abc import Sequence
 
+from paceline.draft.base import Forecast
+from paceline.draft.costs import Costs
+
 EDGES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 """Bounds of the distances between keys that the tables tell apart."""
 FIRST = (0.35, 0.36, 0.46, 0.58, 0.66, 0.80, 0.88, 0.97, 0.99, 0.998)
@@ -82,6 +85,22 @@ class Hits:
         rest = sum(raw[1:])
         scale = min(2.0, (1.0 - first) / max(1e-9, 1.0 - raw[0])) if rest else 1.0
         return [first, *(share * scale for share in raw[1:])]
+
+    def forecast(self, costs: Costs, depth: int, cost: float = 0.0) -> Forecast:
+        """The depth, at most `depth`, at which a chain of best guesses is likely to bring the most for its time.
+
+        Args:
+            cost: of drafting anything at all.
+        """
+        best, tokens = Forecast(0.0, 0, 0.0), 0.0
+        top = 1.0 / costs.verify(1)
+        for deep in range(1, depth + 1):
+            tokens += self.alpha**deep
+            cost += costs.guess(1) / self.per_pass
+            rate = (1.0 + tokens) / (costs.verify(1 + deep) + cost)
+            if rate > top or deep == 1:
+                best, top = Forecast(tokens, deep, cost), rate
+        return best
 
     def learn(self, outcomes: Sequence[tuple[float, bool]], levels: int, passes: int) -> None:
         """Take note of a pass: (chance given to the best guess, whether it was kept) for each that was tested."""

@@ -274,11 +274,7 @@ class Sketch:
 
     def tree(self) -> TokenTree:
         """The best nodes within the budget. A score never grows along a path, so a parent is kept with its child."""
-        ranked = sorted(range(1, len(self.tokens)), key=lambda node: -self.scores[node])  # stable: the parent wins
-        ranked = ranked[: self.ask.budget]
-        if not self.growth.fixed:
-            ranked = ranked[: best_cut([self.scores[node] for node in ranked], self.costs, self.spent).num_nodes]
-        kept = [(n, token) for n in [0, *sorted(ranked)] if (token := self.tokens[n]) is not None]
+        kept = self._kept()
         place = {node: new for new, (node, _) in enumerate(kept)}
         drawn, q = Drawn.FIXED, None
         if self._is_drawn and len(kept) > 1:
@@ -294,6 +290,19 @@ class Sketch:
             q,
             torch.tensor([self.scores[node] for node, _ in kept]),
         )
+
+    def read_slots(self) -> list[int]:
+        """The staged slot of each node of `tree`; -1 for those that were not read."""
+        places = [self._place_of.get(node) if self._is_read(node) else None for node, _ in self._kept()]
+        return [-1 if place is None else self.places[place].slot for place in places]
+
+    def _kept(self) -> list[tuple[int, int]]:
+        """(node, token) of the nodes of `tree`, in their order."""
+        ranked = sorted(range(1, len(self.tokens)), key=lambda node: -self.scores[node])  # stable: the parent wins
+        ranked = ranked[: self.ask.budget]
+        if not self.growth.fixed:
+            ranked = ranked[: best_cut([self.scores[node] for node in ranked], self.costs, self.spent).num_nodes]
+        return [(n, token) for n in [0, *sorted(ranked)] if (token := self.tokens[n]) is not None]
 
     def kept_slots(self, tokens: Sequence[int]) -> list[int]:
         """The staged slots of the known tokens and of as much of what became text below the pending one as was read."""
