@@ -127,20 +127,11 @@ class DraftModel(Drafter[Reading]):
 
     def forecast(self, state: Reading, ask: Ask) -> Forecast:
         """By what was kept of earlier drafts of this text: the depth at which a chain brings the most for its time."""
-        alpha, per_pass = state.hits.alpha, state.hits.per_pass
         lag = len(state.unread)
         few = lag <= FEW and state.alone is None
         once = 0.0 if few else self.costs.reading * lag
         cost = self.costs.guess(1 + lag) - self.costs.guess(1) if few else 0.0
-        best, tokens = Forecast(0.0, 0, 0.0), 0.0
-        top = 1.0 / self.costs.verify(1)
-        for depth in range(1, self._depth(state, ask) + 1):
-            tokens += alpha**depth
-            cost += self.costs.guess(1) / per_pass
-            rate = (1.0 + tokens) / (self.costs.verify(1 + depth) + cost)
-            if rate > top or depth == 1:
-                best, top = Forecast(tokens, depth, cost, once), rate
-        return best
+        return state.hits.forecast(self.costs, self._depth(state, ask), cost)._replace(once=once)
 
     def propose(self, states: list[Reading], asks: list[Ask]) -> list[TokenTree]:
         """A tree per sequence, all of them grown side by side: one pass for what is known, then as far as it pays."""
@@ -298,10 +289,8 @@ class DraftModel(Drafter[Reading]):
         return [state for state, (_, _, places) in zip(growing, plans, strict=True) if places]
 
     def _usable(self, logits: Float[Tensor, "V"]) -> Float[Tensor, "_"] | None:
-        """A row over the ids that the target has too; none where it is no law (NaN, nothing left)."""
-        row = logits[: self._vocab_size]
-        peak = float(row.amax())  # NaN if any entry is
-        return None if math.isnan(peak) or peak == -math.inf else row
+        """A row over the ids that the target has too."""
+        return usable(logits[: self._vocab_size])
 
     # -- what to draft -----------------------------------------------------------------------------------------
 
@@ -313,7 +302,9 @@ class DraftModel(Drafter[Reading]):
         return max(0, min(MOST if self.depth is None else self.depth, ask.depth, ask.budget, room))
 
     def _sketch(self, state: Reading, ask: Ask, depth: int) -> Sketch:
-        greedy, draws = self._is_greedy(state, ask), self.rule != "coupled"
+        if state.is_greedy is None:
+            state.is_greedy = is_greedy(ask, self._vocab_size)
+        greedy, draws = bool(state.is_greedy), self.rule != "coupled"
         fixed = self.depth is not None or (draws and not greedy)
         if self.depth is None and fixed:
             # Where tokens are drawn the depth is settled before any of them.
@@ -321,15 +312,21 @@ class DraftModel(Drafter[Reading]):
         growth = Growth(depth, self.tree_top_k, fixed, draws, greedy)
         return Sketch(ask, [*state.unread, ask.pending], growth, state.hits, self.costs)
 
-    def _is_greedy(self, state: Reading, ask: Ask) -> bool:
-        """Whether the request takes the likeliest token: its keys then do not change with the position's noise."""
-        if state.is_greedy is None:
-            flat = torch.zeros(self._vocab_size)
-            one, other = (ask.top(flat, (), ask.position + ahead, 1) for ahead in (1, 2))
-            if not one:
-                return False  # every token is banned, and so it is for the target
-            state.is_greedy = one == other
-        return state.is_greedy
+
+def is_greedy(ask: Ask, vocab_size: int) -> bool | None:
+    """Whether the request takes the likeliest token: its keys then do not change with the position's noise.
+
+    None when every token is banned; so it is for the target then.
+    """
+    flat = torch.zeros(vocab_size)
+    one, other = (ask.top(flat, (), ask.position + ahead, 1) for ahead in (1, 2))
+    return one == other if one else None
+
+
+def usable(row: Float[Tensor, "V"]) -> Float[Tensor, "V"] | None:
+    """Logits, or None where they are no law (NaN, nothing left)."""
+    peak = float(row.amax())  # NaN if any entry is
+    return None if math.isnan(peak) or peak == -math.inf else row
 
 
 def _row(state: Reading) -> int:
