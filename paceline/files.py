@@ -1,17 +1,30 @@
 """Files that are whole or not there."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write text as UTF-8 so that `path` holds either what it held before or all of it; nothing else is left behind."""
+@contextmanager
+def whole(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, and read, which takes the place of `path` when the block ends, unless it ends by an error.
+
+    So `path` holds either what it held before or all of it, and nothing else is left behind.
+    """
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with scratch.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with scratch.open("w+b") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write text as UTF-8 so that `path` holds either what it held before or all of it; nothing else is left behind."""
+    with whole(path) as file:
+        file.write(text.encode())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import CorruptWeights
+from .errors import CorruptWeights, UnsupportedModel
 
 if TYPE_CHECKING:
     import numpy as np
@@ -165,3 +165,10 @@ def values(header: Header, name: str, heads: int | None = None) -> Iterator["np.
     step = max(1, _PIECE * len(rows) // max(1, math.prod(tensor.shape)))
     for i in range(0, len(rows), step):
         yield dequantize(np.ascontiguousarray(rows[order[i : i + step]]), GGMLQuantizationType(tensor.kind))
+
+
+def unsupported(header: Header, why: str) -> UnsupportedModel:
+    """The refusal of a whole file that cannot become a model of ``transformers`` without a change of what it says."""
+    return UnsupportedModel(
+        f"{header.path.name} cannot be converted: {why}; use the model's original safetensors folder or hub id"
+    )

@@ -12,30 +12,39 @@ import json
 import math
 import struct
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from .errors import UnsupportedModel
-from .gguf_file import Header, values
+from .gguf_file import Header, unsupported, values
+from .gguf_tokenizer import CONTROL, write_tokenizer
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedConfig
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 SHARD_BYTES = 400_000_000
 """A shard ends before this many bytes (one tensor may be larger): a loader that drops layer by layer holds little."""
 
 # What ends generation although the file names one id only: the tokens that llama.cpp ends at, by their text, for the
-# architectures above. Only tokens that the file marks as control tokens count.
+# architectures above, and Gemma's end of a text beside its end of a turn. Only tokens that the file marks as control
+# tokens count.
 END_TOKENS = {
     "<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<EOT>",
-    "</s>", "<｜end▁of▁sentence｜>", "<|return|>", "<|call|>",
+    "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|return|>", "<|call|>",
 }  # fmt: skip
-_CONTROL = 3  # tokenizer.ggml.token_type
+
+GEMMA3_SETTINGS = {
+    "context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size", "attention.head_count",
+    "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",
+    "attention.sliding_window", "attention.sliding_window_pattern", "attn_logit_softcapping", "final_logit_softcapping",
+    "expert_count", "rope.dimension_count", "rope.freq_base", "rope.freq_base_swa", "rope.scale_linear",
+    "rope.scaling.type", "rope.scaling.factor",
+}  # fmt: skip
+"""Settings of a Gemma-3 file that are understood. With others it may be a later model under the same name."""
 
 
 # -- the model's settings ----------------------------------------------------------------------------------------------
@@ -43,22 +52,48 @@ _CONTROL = 3  # tokenizer.ggml.token_type
 
 def config_of(header: Header) -> "PreTrainedConfig":
     """The ``transformers`` config that the file's metadata describes, or `UnsupportedModel`."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     arch, tensors = header.architecture, header.tensors
     if arch not in ARCHITECTURES:
-        raise _unsupported(header, f"its architecture is {arch!r}, not one of {', '.join(ARCHITECTURES)}")
+        raise unsupported(header, f"its architecture is {arch!r}, not one of {', '.join(ARCHITECTURES)}")
     if header.metadata.get("split.count", 1) > 1:
-        raise _unsupported(header, "it is one part of a split file (join it with llama-gguf-split --merge)")
+        raise unsupported(header, "it is one part of a split file (join it with llama-gguf-split --merge)")
     if header.get("expert_count", 0):
-        raise _unsupported(header, "it is a mixture of experts")
+        raise unsupported(header, "it is a mixture of experts")
+    settings = _sizes(header)
+    settings["rope_parameters"] = _rope(header, settings["head_dim"])
+    settings["tie_word_embeddings"] = "output.weight" not in tensors
+    if arch != "qwen2":
+        settings["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    if arch == "gemma3":
+        settings |= _gemma3(header, settings)
+    elif 0 < header.get("attention.sliding_window", 0) < settings["max_position_embeddings"]:
+        raise unsupported(header, "it uses a sliding window")
+    ids = {k: header.metadata.get(f"tokenizer.ggml.{k}_token_id") for k in ("bos", "eos", "padding")}
+    try:
+        return AutoConfig.for_model(
+            "gemma3_text" if arch == "gemma3" else arch,
+            **settings,
+            dtype="bfloat16",
+            bos_token_id=ids["bos"],
+            eos_token_id=ids["eos"],
+            pad_token_id=ids["padding"],
+        )
+    except StrictDataclassError as error:
+        raise unsupported(header, f"its settings do not fit together ({' '.join(str(error).split())})") from error
+
+
+def _sizes(header: Header) -> dict[str, Any]:
+    """What every architecture has: how many layers, heads and ids there are, and how wide they are."""
     try:
         hidden, heads, context = (
             int(header.get(k)) for k in ("embedding_length", "attention.head_count", "context_length")
         )
         head_dim = int(header.get("attention.key_length", hidden // heads))
         settings: dict[str, Any] = {
-            "vocab_size": tensors["token_embd.weight"].shape[0],
+            "vocab_size": header.tensors["token_embd.weight"].shape[0],
             "hidden_size": hidden,
             "intermediate_size": int(header.get("feed_forward_length")),
             "num_hidden_layers": int(header.get("block_count")),
@@ -69,27 +104,40 @@ def config_of(header: Header) -> "PreTrainedConfig":
             "rms_norm_eps": float(header.get("attention.layer_norm_rms_epsilon")),
         }
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise _unsupported(header, f"its metadata lacks a size or gives one per layer ({error})") from error
+        raise unsupported(header, f"its metadata lacks a size or gives one per layer ({error})") from error
     if (
         header.get("attention.value_length", head_dim) != head_dim
         or header.get("rope.dimension_count", head_dim) != head_dim
     ):
-        raise _unsupported(header, "its heads have parts of different widths")
-    if 0 < header.get("attention.sliding_window", 0) < context:
-        raise _unsupported(header, "it uses a sliding window")
-    settings["rope_parameters"] = _rope(header, head_dim)
-    settings["tie_word_embeddings"] = "output.weight" not in tensors
-    if arch != "qwen2":
-        settings["attention_bias"] = "blk.0.attn_q.bias" in tensors
-    ids = {k: header.metadata.get(f"tokenizer.ggml.{k}_token_id") for k in ("bos", "eos", "padding")}
-    return AutoConfig.for_model(
-        arch,
-        **settings,
-        dtype="bfloat16",
-        bos_token_id=ids["bos"],
-        eos_token_id=ids["eos"],
-        pad_token_id=ids["padding"],
-    )
+        raise unsupported(header, "its heads have parts of different widths")
+    return settings
+
+
+def _gemma3(header: Header, settings: dict[str, Any]) -> dict[str, Any]:
+    """What Gemma-3 has besides. Its files leave much of it out: then it is what llama.cpp takes for this architecture.
+
+    Of six layers five see a window, with a rotary base of their own that no scaling changes, and the sixth sees all.
+    """
+    prefix = f"{header.architecture}."
+    strange = {k.removeprefix(prefix) for k in header.metadata if k.startswith(prefix)} - GEMMA3_SETTINGS
+    if strange:
+        raise unsupported(header, f"nothing is known about its settings {', '.join(sorted(strange)[:5])}")
+    window, pattern = header.get("attention.sliding_window", 0), header.get("attention.sliding_window_pattern", 6)
+    if not isinstance(window, int) or window < 1 or pattern != 6:
+        raise unsupported(header, f"its sliding window is {window} tokens with pattern {pattern!r}, not with pattern 6")
+    if header.get("attn_logit_softcapping", 0) or header.get("final_logit_softcapping", 0):
+        raise unsupported(header, "it caps its logits")
+    if "rope_freqs.weight" in header.tensors or header.get("rope.freq_base") is None:
+        raise unsupported(header, "its rotary settings are not those of Gemma-3")
+    layers, hidden, heads = (settings[k] for k in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    local = {"rope_type": "default", "rope_theta": float(header.get("rope.freq_base_swa", 10_000.0))}
+    return {
+        "sliding_window": window,
+        "layer_types": ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(layers)],
+        "rope_parameters": {"full_attention": settings["rope_parameters"], "sliding_attention": local},
+        # the 27B model, told by its depth, scales queries by another width than that of its heads
+        "query_pre_attn_scalar": hidden // heads if layers == 62 else settings["head_dim"],
+    }
 
 
 def _rope(header: Header, head_dim: int) -> dict[str, Any]:
@@ -105,13 +153,13 @@ def _rope(header: Header, head_dim: int) -> dict[str, Any]:
         smooth = np.clip((8192 / wavelength - 1.0) / (4.0 - 1.0), 0, 1)  # 0 for long waves, 1 for short ones
         factor = round(float(found.max()), 6)
         if found.size != wavelength.size or not np.allclose(1 / ((1 - smooth) / factor + smooth), found, rtol=1e-3):
-            raise _unsupported(header, "its rotary factors are not those of Llama 3")
+            raise unsupported(header, "its rotary factors are not those of Llama 3")
         llama3 = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         return base | {"rope_type": "llama3", "original_max_position_embeddings": 8192} | llama3
     if kind == "linear":
         return base | {"rope_type": "linear", "factor": float(header.get("rope.scaling.factor", 1.0))}
     if kind != "none" or header.get("rope.scale_linear", 1.0) != 1.0:
-        raise _unsupported(header, f"its rotary scaling is {kind!r}")
+        raise unsupported(header, f"its rotary scaling is {kind!r}")
     return base
 
 
@@ -119,14 +167,8 @@ def end_ids(header: Header) -> list[int]:
     """Ids that end generation: the file's own end ids first, then its control tokens with a text of `END_TOKENS`."""
     named = [header.metadata.get(f"tokenizer.ggml.{k}_token_id") for k in ("eos", "eot", "eom")]
     tokens, kinds = (header.metadata.get(f"tokenizer.ggml.{k}", []) for k in ("tokens", "token_type"))
-    by_text = [i for i, (text, kind) in enumerate(zip(tokens, kinds)) if kind == _CONTROL and text in END_TOKENS]
+    by_text = [i for i, (text, kind) in enumerate(zip(tokens, kinds)) if kind == CONTROL and text in END_TOKENS]
     return list(dict.fromkeys([i for i in named if i is not None] + by_text))
-
-
-def _unsupported(header: Header, why: str) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"{header.path.name} cannot be converted: {why}; use the model's original safetensors folder or hub id"
-    )
 
 
 # -- the weights -------------------------------------------------------------------------------------------------------
@@ -149,11 +191,11 @@ def _matched(header: Header, config: "PreTrainedConfig") -> dict[str, str]:
         module, _, leaf = weight.rpartition(".")
         stored = f"{names.get_name(module)}.{leaf}"
         if stored not in header.tensors or header.tensors[stored].shape != tuple(meta.shape):
-            raise _unsupported(header, f"{weight} {list(meta.shape)} has no tensor {stored} of that shape")
+            raise unsupported(header, f"{weight} {list(meta.shape)} has no tensor {stored} of that shape")
         matched[weight] = stored
     left = set(header.tensors) - set(matched.values()) - {"rope_freqs.weight"}
     if left:
-        raise _unsupported(header, f"nothing is known about its tensors {', '.join(sorted(left)[:5])}")
+        raise unsupported(header, f"nothing is known about its tensors {', '.join(sorted(left)[:5])}")
     return matched
 
 
@@ -171,12 +213,21 @@ def _shards(header: Header, matched: dict[str, str]) -> list[list[str]]:
     return shards
 
 
+def _values(header: Header, config: "PreTrainedConfig", weight: str, stored: str) -> Iterator["np.ndarray[Any, Any]"]:
+    """Float32 pieces of a weight as the model holds it, with what llama.cpp's converter did to it undone."""
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    paired = heads.get(stored.split(".")[-2]) if header.architecture == "llama" else None
+    # Gemma's norms multiply by 1 + w. The file holds that sum, in float32, so the difference has all bits of w.
+    raised = header.architecture == "gemma3" and weight.endswith("norm.weight")
+    for piece in values(header, stored, paired):
+        yield piece - 1 if raised else piece
+
+
 def _write_weights(header: Header, config: "PreTrainedConfig", folder: Path, tick: Callable[[int], None]) -> None:
     """Bf16 safetensors shards and their index; ``tick`` hears the bytes written so far."""
     import torch
 
     matched = _matched(header, config)
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     shards = _shards(header, matched)
     where: dict[str, str] = {}
     done = 0
@@ -193,31 +244,13 @@ def _write_weights(header: Header, config: "PreTrainedConfig", folder: Path, tic
         with (folder / name).open("wb") as file:
             file.write(struct.pack("<Q", len(head)) + head)
             for weight in shard:
-                stored = matched[weight]
-                paired = heads.get(stored.split(".")[-2]) if header.architecture == "llama" else None
-                for piece in values(header, stored, paired):
+                for piece in _values(header, config, weight, matched[weight]):
                     file.write(torch.from_numpy(piece.copy()).to(torch.bfloat16).view(torch.uint8).numpy().data)
                     done += 2 * piece.size
                     tick(done)
         where |= dict.fromkeys(shard, name)
     index = {"metadata": {"total_size": header.bf16_bytes}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-
-
-def _write_tokenizer(header: Header, config: "PreTrainedConfig", folder: Path) -> None:
-    from tokenizers.normalizers import NFC
-    from transformers import PreTrainedTokenizerFast
-
-    try:
-        with TemporaryDirectory() as empty:  # beside the file there may be another model's tokenizer, which would win
-            (Path(empty) / "model.gguf").symlink_to(header.path.absolute())
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(empty, gguf_file="model.gguf")
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise _unsupported(header, f"its tokenizer cannot be rebuilt ({error})") from error
-    if config.model_type.startswith("qwen"):  # their text is normalised before it is split; the file does not say so
-        tokenizer.backend_tokenizer.normalizer = NFC()
-    tokenizer.model_max_length = config.max_position_embeddings
-    tokenizer.save_pretrained(folder)
 
 
 def convert(header: Header, folder: Path, origin: dict[str, Any], tick: Callable[[int], None]) -> None:
@@ -233,7 +266,7 @@ def convert(header: Header, folder: Path, origin: dict[str, Any], tick: Callable
     config.save_pretrained(folder)
     ids = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id, "eos_token_id": end_ids(header)}
     GenerationConfig(**ids).save_pretrained(folder)
-    _write_tokenizer(header, config, folder)
+    write_tokenizer(header, config, folder)
     kinds = Counter(GGMLQuantizationType(t.kind).name for t in header.tensors.values())
     versions = {}
     for package in ("paceline", "gguf", "torch", "transformers"):

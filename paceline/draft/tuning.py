@@ -3,6 +3,9 @@
 Weights in 4 or 8 bits and a shorter list of ids to score make a pass cheaper and guesses a little worse. Both sides
 are measured on a short text: seconds of passes, and the overlap of the laws of draft and target. What is kept is the
 variant with the most expected tokens for its time, and the costs that drafting decides by from then on.
+
+Laws over the ids of two tokenizers cannot be compared. A draft with a tokenizer of its own is compared with itself: how
+much of its law is left in few bits, times what drafts have in common with their targets as a rule.
 """
 
 import hashlib
@@ -50,6 +53,8 @@ CHOICES = 2
 SCORED = (1.0, 0.65)
 """Shares of the vocabulary that are tried. Ids are merges by frequency, so the first ones are the frequent ones: of
 what a 1.5B model wrote in code, maths, stories and summaries, 0.1% lay beyond 65% of the ids, but 2.9% beyond 43%."""
+FOREIGN = 0.6
+"""Overlap of the laws of draft and target that is taken for granted where their ids differ."""
 MARGIN = 1.01
 """What a variant must bring to be preferred to one with more exact guesses."""
 VERSION = 2
@@ -87,12 +92,19 @@ class Tuning:
 
 
 def tune(
-    target: HFTarget, draft: HFTarget, ids: list[int], *, dtype: str = "auto", vocab_size: int | None = None
+    target: HFTarget,
+    draft: HFTarget,
+    ids: list[int],
+    own: list[int] | None = None,
+    *,
+    dtype: str = "auto",
+    vocab_size: int | None = None,
 ) -> Tuning | None:
     """Set the draft model up for its target, and tell what passes cost; None for models too small to measure.
 
     Args:
         ids: `TEXT` in the target's tokens.
+        own: `TEXT` in the draft's tokens, where these are others.
         dtype: `auto` takes what pays; `bfloat16`, `int8` or `int4` what is said.
         vocab_size: ids to score; None leaves it to the measurement.
 
@@ -111,7 +123,7 @@ def tune(
         if dtype in ("int4", "int8"):
             draft.quantise(int(dtype[3:]), vocab_size)
         return None
-    found = _stored(target, draft) or _measured(target, draft, ids)
+    found = _stored(target, draft, own) or _measured(target, draft, ids, own)
     wanted = [v for v in found.variants if dtype == "auto" or v.bits == _bits(dtype)]
     best = max(wanted, key=lambda v: v.rate(found.costs))
     exact = [v for v in wanted if v.rate(found.costs) * MARGIN >= best.rate(found.costs)]
@@ -129,12 +141,15 @@ def _bits(dtype: str) -> int:
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def _measured(target: HFTarget, draft: HFTarget, ids: list[int]) -> Tuning:
+def _measured(target: HFTarget, draft: HFTarget, ids: list[int], own: list[int] | None) -> Tuning:
     """Time passes, compare laws, store the outcome."""
     base = dict(_timed(target, ids, READ_BY))
     one = base[1]
-    law = torch.softmax(_logits(target, ids, len(ids)), -1)
-    shared = min(target.vocab_size, draft.vocab_size)
+    model, alike, shared = target, 1.0, min(target.vocab_size, draft.vocab_size)
+    if own is not None:
+        ids, model, alike, shared = own, draft, FOREIGN, draft.vocab_size
+        draft.few = None
+    law = torch.softmax(_logits(model, ids, len(ids)), -1)
     variants = []
     for bits in (16, *(() if why_not(draft.model) else BITS)):
         draft.few = None
@@ -149,7 +164,7 @@ def _measured(target: HFTarget, draft: HFTarget, ids: list[int]) -> Tuning:
             if share < 1:
                 draft.quantise(bits, scored)
                 saved = seconds[1] - min(seconds[1], dict(_timed(draft, ids, (1,), guesses=True))[1])
-            overlap = torch.minimum(law[:, :scored], torch.softmax(logits[:, :scored], -1)).sum(-1).mean()
+            overlap = alike * torch.minimum(law[:, :scored], torch.softmax(logits[:, :scored], -1)).sum(-1).mean()
             curve = tuple((n, max(0.0, s - saved) / one) for n, s in seconds.items())
             variants.append(Variant(bits, scored, float(overlap), curve))
     draft.few = None
@@ -158,7 +173,7 @@ def _measured(target: HFTarget, draft: HFTarget, ids: list[int]) -> Tuning:
     reading = (perf_counter() - start) / len(ids) / one
     costs = Costs(tuple((n, s / one) for n, s in base.items()), variants[0].curve, reading)
     found = Tuning(tuple(variants), costs)
-    _store(target, draft, found)
+    _store(target, draft, own, found)
     return found
 
 
@@ -212,9 +227,10 @@ def _timed(
 # -- the store ---------------------------------------------------------------------------------------------------------
 
 
-def _key(target: HFTarget, draft: HFTarget) -> str:
-    """What the numbers depend on: both models, the machine, its threads, the framework."""
+def _key(target: HFTarget, draft: HFTarget, own: list[int] | None) -> str:
+    """What the numbers depend on: both models, what laws were compared, the machine, its threads, the framework."""
     parts: list[Any] = [VERSION, torch.__version__, torch.get_num_threads(), _machine(), why_not(draft.model)]
+    parts += [] if own is None else [FOREIGN, own]
     for model in (target, draft):
         sample = model.model.get_output_embeddings().weight[0, :8].float().tolist()
         parts += [model.model.config.to_json_string(), model.weight_bytes, model.kernel.name, str(model.device), sample]
@@ -231,10 +247,10 @@ def _machine() -> str:
         return ""
 
 
-def _stored(target: HFTarget, draft: HFTarget) -> Tuning | None:
+def _stored(target: HFTarget, draft: HFTarget, own: list[int] | None) -> Tuning | None:
     """What was measured earlier; a file that cannot be read is measured anew."""
     try:
-        held = json.loads((home() / "costs" / f"{_key(target, draft)}.json").read_text(encoding="utf-8"))
+        held = json.loads((home() / "costs" / f"{_key(target, draft, own)}.json").read_text(encoding="utf-8"))
         variants = tuple(
             Variant(v["bits"], v["vocab_size"], v["overlap"], _curve(v["curve"])) for v in held["variants"]
         )
@@ -243,7 +259,7 @@ def _stored(target: HFTarget, draft: HFTarget) -> Tuning | None:
         return None
 
 
-def _store(target: HFTarget, draft: HFTarget, found: Tuning) -> None:
+def _store(target: HFTarget, draft: HFTarget, own: list[int] | None, found: Tuning) -> None:
     """Write what was measured; where that is not possible it is measured again next time."""
     variants = [
         {"bits": v.bits, "vocab_size": v.vocab_size, "overlap": v.overlap, "curve": v.curve} for v in found.variants
@@ -252,7 +268,7 @@ def _store(target: HFTarget, draft: HFTarget, found: Tuning) -> None:
     folder = home() / "costs"
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / f"{_key(target, draft)}.json", text + "\n")
+        write_atomically(folder / f"{_key(target, draft, own)}.json", text + "\n")
 
 
 def _curve(points: Any) -> Curve:

@@ -21,7 +21,7 @@ from paceline import LLM, SamplingParams
 from paceline.decode import prefill, run
 from paceline.draft.model import DraftModel
 from paceline.draft.ngram import Ngram
-from paceline.errors import IncompatibleDrafter, PacelineError, UnsupportedModel
+from paceline.errors import PacelineError, UnsupportedModel
 from paceline.prefix import Prefixes
 from paceline.target import HFTarget
 from paceline.testing import ScriptedTree
@@ -271,23 +271,34 @@ def test_vllm_13849_a_padded_draft_in_the_library(tiny_model: Path, top_k: int, 
     assert fast.stats.num_accepted_tokens > 10  # its own weights: but for the padding it is always right
 
 
-def test_vllm_13849_other_words_are_refused_by_the_library(tiny_model: Path, tmp_path: Path) -> None:
-    """Two ids that mean each other's words, and another end of text: each is named before any work."""
-    words = tmp_path / "words"
+def test_vllm_13849_other_words_are_translated_by_the_library(tiny_model: Path, tmp_path: Path) -> None:
+    """Two ids that mean each other's words, and another end of text: the text and the guesses are as without."""
+    words, ends = tmp_path / "words", tmp_path / "ends"
     shutil.copytree(tiny_model, words)
     file = words / "tokenizer.json"
     text = file.read_text()
     assert '"z":' in text
     file.write_text(text.replace('"z":', '"@@":').replace('"y":', '"z":').replace('"@@":', '"y":'))
-    with pytest.raises(IncompatibleDrafter, match=r"'[yz]' for the target and '[yz]' for the draft"):
-        LLM(tiny_model, {"method": "draft_model", "model": str(words)}, threads=1)
-    ends = tmp_path / "ends"
-    shutil.copytree(tiny_model, ends)
+    weights = AutoModelForCausalLM.from_pretrained(words)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    pair = tokenizer.convert_tokens_to_ids(["y", "z"])
+    with torch.no_grad():
+        for table in (weights.get_input_embeddings().weight, weights.get_output_embeddings().weight):
+            table[pair] = table[pair[::-1]]
+    weights.save_pretrained(words)
+    shutil.copytree(tiny_model, ends)
     tokenizer.eos_token = "<|endoftext|>"
     tokenizer.save_pretrained(ends)
-    with pytest.raises(IncompatibleDrafter, match=r"<\|im_end\|>'\) for the target and with id 0"):
-        LLM(tiny_model, threads=1).generate([3], speculative_config={"method": "draft_model", "model": str(ends)})
+    llm = LLM(tiny_model, threads=1)
+    params = SamplingParams(seed=3, max_tokens=20, ignore_eos=True, logit_bias={pair[0]: 4.0, pair[1]: 4.0})
+    prompt = tokenizer("buzz lazy yy").input_ids
+    (plain,) = llm.generate([prompt], params, speculative_config=None)
+    assert {*pair} <= {*plain.token_ids}
+    for folder in (words, ends):
+        config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 4}
+        (fast,) = llm.generate([prompt], params, speculative_config=config)
+        assert fast.token_ids == plain.token_ids
+        assert fast.stats.num_accepted_tokens == 16  # its own weights: four passes, each kept whole
 
 
 # -- models that are refused -------------------------------------------------------------------------------------------

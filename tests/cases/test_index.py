@@ -141,12 +141,12 @@ REPORTS = {
             "test_draft_model::test_vllm_13849_vocabularies_that_do_not_fit",
             "test_decode::test_vllm_13849_trees_that_do_not_fit_are_refused",
             "test_drafts::test_vllm_13849_a_padded_draft_in_the_library",
-            "test_drafts::test_vllm_13849_other_words_are_refused_by_the_library",
+            "test_drafts::test_vllm_13849_other_words_are_translated_by_the_library",
         ),
     ),
     19: Report(
         ("transformers_46124",),
-        absent="a draft model with another tokenizer is refused; the tests of vllm_13849 see to that",
+        ("test_translate::test_transformers_46124_letters_and_pairs_of_letters",),
     ),
     20: Report(
         ("llamacpp_27852", "transformers_28759"),
