@@ -221,7 +221,8 @@ def test_every_error_is_public_and_a_paceline_error() -> None:
 
 
 HOSTS = {
-    "huggingface.co", "github.com", "arxiv.org", "www.apache.org", "openai.com", "ai.google.dev", "127.0.0.1", "localhost",
+    "huggingface.co", "github.com", "arxiv.org", "www.apache.org", "openai.com", "ai.google.dev",
+    "127.0.0.1", "localhost",
 }  # fmt: skip
 FOREIGN = {
     "a path of one machine": re.compile(r"(?<![\w.~$})-])/(?:home|Users|root|work|opt|mnt|srv)/\w"),

@@ -498,7 +498,7 @@ def test_a_guess_that_was_kept_is_not_read_again() -> None:
 
 
 def by_heart(kind: str, text: str) -> ToyTarget:
-    """A model that writes this text on, whatever pieces it was given: nearly surely, as its tokenizer spells the rest."""
+    """A model that writes this text on, whatever pieces it was given, as its tokenizer spells the rest."""
     pieces = Pieces(KINDS[kind](), "target")
     data = text.encode()
 

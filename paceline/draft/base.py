@@ -113,8 +113,8 @@ class Drafter(ABC, Generic[S]):
     top_scored: int = 0
     """How many ids `Step.scored` is to bring for each token that the target reads in a pass; 0 costs nothing."""
     scores_prompt: bool = False
-    """Whether the chunks of the prompt are to bring `Step.scored` too: logits of the whole prompt are computed then, and
-    no part of it is taken from earlier requests."""
+    """Whether the chunks of the prompt are to bring `Step.scored` too: logits of the whole prompt are computed then,
+    and no part of it is taken from earlier requests."""
 
     def bind(self, target: Any) -> None:
         """Called once per target before any work: check vocabulary and width, borrow embeddings.

@@ -162,7 +162,7 @@ class EarlyExit(Drafter[Going]):
         return max(0, min(MOST if self.depth is None else self.depth, ask.depth, ask.budget))
 
     def _pays(self, state: Going, depth: int) -> bool:
-        """Whether a draft is likely to be worth its time, or it is time to try one. With a depth given there always is."""
+        """Whether a draft is likely to pay, or it is time to try one again. With a depth given there always is one."""
         found = state.hits.forecast(self.costs, depth)
         pays = (1.0 + found.tokens) / (self.costs.verify(1 + found.nodes) + found.cost) > 1.0 / self.costs.verify(1)
         state.paused = 0 if pays or self.depth is not None or state.paused == PAUSE else state.paused + 1

@@ -46,7 +46,7 @@ def fitting(costs: Costs) -> tuple[int, int, int]:
 
     def rate(size: tuple[int, int]) -> float:
         window = size[0] * (size[1] - 1)
-        return (1.0 + GAIN * window**POWER) / costs.verify(1 + window + GUESSES)
+        return (1.0 + GAIN * float(window**POWER)) / costs.verify(1 + window + GUESSES)
 
     width, length = max(SIZES, key=rate)
     return width, length, width
