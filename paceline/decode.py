@@ -279,7 +279,7 @@ def step(target: Target, cache: KVCache, rows: Sequence[Request]) -> None:
     clock.mark("verify")
     # 5 commit: the slots of the kept path move up, the others are dropped
     paths = [[stacked.slots[b][node] for node in k.nodes] for b, k in enumerate(kept)]
-    steps = [_gained(rows[b], trees[b], kept[b], seen, b, stacked.slots[b], taps) for b in range(len(rows))]
+    steps = [_gained(rows[b], trees[b], kept[b], seen, b, stacked, taps) for b in range(len(rows))]
     cache.commit(paths)
     # 6 emit
     for row, k in zip(rows, kept, strict=True):
@@ -545,10 +545,10 @@ def _verify(row: Request, tree: TokenTree, logits: Tensor, slots: list[int]) -> 
 
 
 def _gained(
-    row: Request, tree: TokenTree, kept: Kept, seen: Seen, b: int, slots: list[int], taps: Sequence[int]
+    row: Request, tree: TokenTree, kept: Kept, seen: Seen, b: int, stacked: Stacked, taps: Sequence[int]
 ) -> Step:
     """What the drafter is told: the committed nodes, what follows each, and what it taps."""
-    drafter = row.drafter
+    drafter, slots = row.drafter, stacked.slots[b]
     where = [slots[node] for node in kept.nodes]
     hidden = None
     if drafter.taps and seen.hidden is not None:
@@ -557,7 +557,8 @@ def _gained(
         hidden = torch.cat(parts, dim=-1)
     riders = None
     if tree.rider is not None:
-        riders = seen.logits[b, tree.num_nodes : tree.num_nodes + tree.rider.tokens.shape[0]]
+        begin = stacked.riders[b]
+        riders = seen.logits[b, begin : begin + tree.rider.tokens.shape[0]]
     logits = seen.logits[b, where] if drafter.reads_logits else None
     scored = None
     if drafter.top_scored:

@@ -177,7 +177,7 @@ class LLM:
             raise BadRequest(f"messages are {messages!r}; a list of {{'role': …, 'content': …}} is needed")
         if not self.tokenizer.chat_template:
             raise BadRequest(f"{self.source.name} has no chat template; give the whole prompt to generate instead")
-        turns = [{str(key): str(value) for key, value in m.items()} for m in messages]
+        turns = [{str(key): _encodable(str(value), "a message") for key, value in m.items()} for m in messages]
         ids = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
         return cast(list[int], ids)
 
@@ -282,15 +282,11 @@ class LLM:
         ]
 
     def _encode(self, word: str) -> list[list[int]]:
-        return encode_bad_word(self.tokenizer, word)
+        return encode_bad_word(self.tokenizer, _encodable(word, "the bad word"))
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            try:
-                prompt.encode()
-            except UnicodeEncodeError as error:
-                raise BadRequest(f"the prompt {reprlib.repr(prompt)} is no text: {error.reason}") from error
-            return list(self.tokenizer(prompt).input_ids) if prompt else []
+            return list(self.tokenizer(_encodable(prompt, "the prompt")).input_ids) if prompt else []
         listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
         if not listed or not all(isinstance(i, Integral) and not isinstance(i, bool) for i in prompt):
             raise BadRequest(f"a prompt is {reprlib.repr(prompt)}; text or a list of token ids is needed")
@@ -408,6 +404,15 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | bytes) or (prompts and isinstance(prompts[0], Integral)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _encodable(text: str, what: str) -> str:
+    """The text, if it has no half characters: tokenizers break on these."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(f"{what} {reprlib.repr(text)} is no text: {error.reason}") from error
+    return text
 
 
 def _dictionary(target_tokenizer: Any, draft_tokenizer: Any) -> Dictionary | None:

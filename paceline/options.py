@@ -76,9 +76,9 @@ SAMPLING = _panel(
 )
 SPECULATION = _panel(
     "Speculation",
-    method=(str, "none, ngram, suffix, lookahead, recycle, early_exit, draft_model or compose; else what is best"),
+    method=(str, "auto (the default), none, ngram, suffix, recycle, lookahead, early_exit, draft_model or compose"),
     draft_model=(str, "a smaller model that guesses, named as MODEL is"),
-    drafters=(list[str], "compose: its members, repeated or with commas: ngram, suffix, draft_model"),
+    drafters=(list[str], "compose: its members, repeated or with commas: suffix, recycle, draft_model, ..."),
     num_speculative_tokens=(int, "depth: most tokens guessed in a row"),
     num_draft_tokens=(int, "most guesses verified in one pass"),
     prompt_lookup_max=(int, "ngram: longest n-gram looked up"),

@@ -287,6 +287,8 @@ class Stacked(NamedTuple):
     """Whether a slot (row) sees a slot (column) of the same tree."""
     slots: list[list[int]]
     """slots[b][node] is the slot of a node."""
+    riders: list[int]
+    """Where the riders of each row begin."""
 
 
 def stack(trees: list[TokenTree], staged: int = 0) -> Stacked:
@@ -316,7 +318,7 @@ def stack(trees: list[TokenTree], staged: int = 0) -> Stacked:
             offsets[row, begin:end] = tree.rider.offsets
             mask[row, begin:end, where] = tree.rider.mask[:, :size]
             mask[row, begin:end, begin:end] = tree.rider.mask[:, size:]
-    return Stacked(tokens, offsets, mask, slots)
+    return Stacked(tokens, offsets, mask, slots, ends)
 
 
 def _slots(tree: TokenTree, staged: int) -> list[int]:

@@ -674,17 +674,37 @@ def test_special_tokens_in_a_text_are_text(tmp_path: Path, tokenizer: Any) -> No
     assert not set(corpus.tokens.tolist()) & set(tokenizer.all_special_ids)
     assert texts_of(corpus, tokenizer) == [text]
     assert set(tokenizer(text).input_ids) & set(tokenizer.all_special_ids)  # so it was worth a test
-    assert tokenizer("<|im_end|>").input_ids == [tokenizer.eos_token_id]  # and the caller's tokenizer is as it was
 
 
-def test_a_slow_tokenizer_and_one_that_sees_special_tokens_everywhere(tmp_path: Path) -> None:
-    slow = ByT5Tokenizer()
-    assert getattr(slow, "backend_tokenizer", None) is None
-    (tmp_path / "a.txt").write_text("plain <pad> text</s>!")
-    corpus = build(find_files([tmp_path]), slow, tmp_path / "x.corpus", name="bytes")
-    assert not set(corpus.tokens.tolist()) & set(slow.all_special_ids)
-    assert "".join(texts_of(corpus, slow)).startswith("plain ")
-    assert corpus.about.fingerprint == fingerprint(ByT5Tokenizer())
+def test_the_callers_tokenizer_stays_as_it_was_and_cuts_nothing(tmp_path: Path, tiny_model: Path) -> None:
+    own: Any = AutoTokenizer.from_pretrained(tiny_model)
+    own.backend_tokenizer.enable_truncation(5)
+    own.backend_tokenizer.enable_padding(length=5)
+    before = own.backend_tokenizer.to_str()
+    (tmp_path / "a.txt").write_text("the quick brown fox\n" * 5)
+    (tmp_path / "b.txt").write_text("a")
+    corpus = build(find_files([tmp_path]), own, tmp_path / "x.corpus", name="tiny")
+    assert texts_of(corpus, own) == ["the quick brown fox\n" * 5, "a"]
+    assert own.backend_tokenizer.to_str() == before
+    assert not own.backend_tokenizer.encode_special_tokens
+
+
+class Stubborn(ByT5Tokenizer):
+    """A tokenizer that sees special tokens wherever they are spelt."""
+
+    def __call__(self, *args: Any, split_special_tokens: bool = False, **options: Any) -> Any:
+        return super().__call__(*args, **options)
+
+
+def test_slow_tokenizers_and_one_that_sees_special_tokens_everywhere(tmp_path: Path) -> None:
+    text = "plain <pad> text</s>!"
+    (tmp_path / "a.txt").write_text(text)
+    for slow, documents in ((ByT5Tokenizer(), [text]), (Stubborn(), ["plain ", " text", "!"])):
+        assert getattr(slow, "backend_tokenizer", None) is None
+        corpus = build(find_files([tmp_path / "a.txt"]), slow, tmp_path / "x.corpus", name="bytes")
+        assert not set(corpus.tokens.tolist()) & set(slow.all_special_ids)
+        assert [part.strip() for part in texts_of(corpus, slow)] == [part.strip() for part in documents]
+        assert corpus.about.fingerprint == fingerprint(ByT5Tokenizer())
 
 
 def test_texts_without_a_token_are_refused(tmp_path: Path, tokenizer: Any) -> None:
@@ -700,6 +720,17 @@ def test_texts_without_a_token_are_refused(tmp_path: Path, tokenizer: Any) -> No
     with pytest.raises(BadRequest, match="2 files were given, and none holds text in UTF-8"):
         build(find_files([tmp_path]), tokenizer, output, name="tiny")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["binary", "empty.txt"]
+
+
+def test_a_file_that_is_no_corpus_is_not_replaced(tmp_path: Path) -> None:
+    notes, corpus = tmp_path / "notes.md", made(tmp_path, [[1, 2, 3]])
+    notes.write_text("irreplaceable")
+    with pytest.raises(BadRequest, match=r"notes.md.* exists and is no corpus, so it is not replaced"):
+        builder.check_output(notes)
+    assert notes.read_text() == "irreplaceable"
+    builder.check_output(corpus.path)  # a corpus may be built again
+    (tmp_path / "empty").touch()
+    builder.check_output(tmp_path / "empty")
 
 
 def test_where_a_corpus_cannot_be_written(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,6 +211,7 @@ def test_layers_out_of_range_are_refused(exit_layer: int, needed: str) -> None:
         EarlyExit(exit_layer).bind(silent())
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     "settings", [{"exit_layer": 0}, {"exit_layer": -1}, {"exit_layer": 1.5}, {"depth": 0}, {"rule": "blok"}]
 )

@@ -139,6 +139,17 @@ def test_a_model_without_a_template_says_so(tiny_model: Path) -> None:
         LLM.of(model, bare).chat([{"role": "user", "content": "hi"}])
 
 
+def test_half_characters_are_refused_wherever_text_is_given(llm: LLM) -> None:
+    for call in (
+        lambda: llm.generate(["a\ud800b"], GREEDY),
+        lambda: llm.generate(["the"], SamplingParams(max_tokens=3, bad_words=["a\ud800b"])),
+        lambda: llm.chat([{"role": "user", "content": "a\ud800b"}], GREEDY),
+        lambda: llm.chat([{"role": "a\ud800b", "content": "hello"}], GREEDY),
+    ):
+        with pytest.raises(BadRequest, match="is no text"):
+            call()
+
+
 # -- speculative_config ------------------------------------------------------------------------------------------------
 
 
@@ -263,6 +274,9 @@ def test_a_bad_prompt_among_good_ones_fails_alone(llm: LLM, reference: Any, bad:
         ({"method": "ngram", "prompt_lookup_min": 0}, "1 <= min <= max"),
         ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "1 <= min <= max"),
         ({"rejection_sample_method": "blocks"}, "did you mean 'block'"),
+        ({"method": "draft_model", "model": [5]}, "a name, a path or a model object is needed"),
+        ({"method": "suffix", "corpus": "a\0b"}, "cannot open the corpus"),
+        ({"method": "suffix", "corpus": "a\ud800b"}, "cannot open the corpus"),
     ],
     ids=named,
 )

@@ -9,9 +9,11 @@ import torch
 from oracles import VOCAB, Spy, Table, answer, decode, logits_of, plain, prompt_of, requests, target
 
 from paceline.decode import run
+from paceline.draft import SpeculativeConfig
 from paceline.draft.base import Step
 from paceline.draft.compose import Compose
 from paceline.draft.costs import TILES, Costs
+from paceline.draft.early_exit import EarlyExit
 from paceline.draft.lookahead import Lookahead, Trail, fitting
 from paceline.draft.suffix import Suffix
 from paceline.errors import BadRequest
@@ -144,11 +146,39 @@ def test_sizes_follow_what_passes_cost() -> None:
     assert (Lookahead(costs=TILES).window_size, Lookahead(9, costs=TILES).window_size) == (tiles[0], 9)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", ["window_size", "ngram_size", "guess_set_size"])
 @pytest.mark.parametrize("value", [0, -1, 2.5, True])
 def test_impossible_sizes_are_refused(name: str, value: Any) -> None:
     with pytest.raises(BadRequest, match=name):
         Lookahead(**{name: value})
+
+
+@pytest.mark.parametrize("sizes", [(2**70, 2, 1), (10**6, 5, 7), (7, 10**6, 7)])
+def test_windows_beyond_all_measure_are_refused_before_they_are_made(sizes: tuple[int, int, int]) -> None:
+    names = ("window_size", "ngram_size", "guess_set_size")
+    for make in (
+        lambda: Lookahead(*sizes),
+        lambda: SpeculativeConfig.read({"method": "lookahead"} | dict(zip(names, sizes, strict=True))),
+    ):
+        with pytest.raises(BadRequest, match="1024 at most"):
+            make()
+
+
+@MODES
+def test_beside_a_row_that_began_in_the_first_layers(settings: dict[str, Any]) -> None:
+    """There slots are staged already, and the window lies behind them."""
+    prompts, watched = [prompt_of(11), prompt_of(9)], Watched(3, 3, 3)
+    watched.text = list(prompts[0])
+    early = EarlyExit(1, depth=5, tree_top_k=2)
+    early.bind(target())
+    rows = decode(target(), prompts, [watched, early], max_tokens=24, **settings)
+    assert [row.output_ids for row in rows] == [answer(p, 24, **settings).ids for p in prompts]
+    assert len(watched.seen) > 4
+    for text, window, found in watched.seen:
+        for column in range(3):
+            expected = logits_of(plain(), [*text, *window[0][: column + 1], window[1][column]])[-1]
+            torch.testing.assert_close(found[3 + column], expected, rtol=1e-9, atol=1e-9)
 
 
 def test_an_ngram_of_one_token_is_refused() -> None:

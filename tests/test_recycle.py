@@ -136,6 +136,7 @@ def test_in_a_composition_each_member_gets_its_own_width() -> None:
     assert set(seen) == {2, 5}
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("width", [0, -1, 1.5, True])
 def test_impossible_widths_are_refused(width: Any) -> None:
     with pytest.raises(BadRequest, match="width"):

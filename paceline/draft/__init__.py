@@ -123,7 +123,8 @@ class SpeculativeConfig:
         if isinstance(given, SpeculativeConfig):
             return given
         if not isinstance(given, Mapping):
-            raise BadRequest(f"speculative_config is {given!r}; a dict such as {{'method': 'ngram'}} is needed")
+            wish = given if isinstance(given, str) and given in METHODS else "suffix"
+            raise BadRequest(f"speculative_config is {given!r}; a dict such as {{'method': {wish!r}}} is needed")
         known = [field.name for field in fields(cls)]
         for key in given:
             if key in LATER:
@@ -169,6 +170,8 @@ class SpeculativeConfig:
         for name, least in (("window_size", 1), ("ngram_size", 2), ("guess_set_size", 1), ("exit_layer", 1)):
             if (value := getattr(self, name)) is not None:
                 check_whole(name, value, least)
+        if self.method == "lookahead":
+            Lookahead(self.window_size, self.ngram_size, self.guess_set_size)  # sizes that do not go together
         if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
             raise BadRequest(
                 f"prompt_lookup_min={self.prompt_lookup_min} and prompt_lookup_max={self.prompt_lookup_max} were "
@@ -196,6 +199,10 @@ class SpeculativeConfig:
         """What a draft model needs."""
         if self.model is None:
             raise BadRequest("method 'draft_model' needs the draft model: add {'model': NAME or FOLDER}")
+        try:
+            hash(self.model)
+        except TypeError:
+            raise BadRequest(f"model={self.model!r} was given; a name, a path or a model object is needed") from None
         if isinstance(self.model, os.PathLike):
             self._set(model=os.fspath(self.model))
         if self.draft_vocab_size is not None:

@@ -171,10 +171,10 @@ class Corpus:
                 self.num_bytes = os.fstat(file.fileno()).st_size
                 header = _header(file.read(PREAMBLE.size), self.path, self.num_bytes, file)
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # the latter where the path is none: a zero byte, half a character
             raise BadRequest(
-                f"cannot open the corpus {str(self.path)!r}: {error.strerror}; make one with: paceline corpus build "
-                "FILES -o X"
+                f"cannot open the corpus {str(self.path)!r}: {getattr(error, 'strerror', None) or error}; make one "
+                "with: paceline corpus build FILES -o X"
             ) from error
         try:
             self.about = About(**header["about"])

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from jaxtyping import Integer
 
-from paceline.draft.corpus import ALIGNED, DEPTH, About, Corpus, fingerprint, header_bytes, preamble
+from paceline.draft.corpus import ALIGNED, DEPTH, MAGIC, About, Corpus, fingerprint, header_bytes, preamble
 from paceline.errors import BadRequest, PacelineError
 from paceline.files import whole
 
@@ -114,15 +114,21 @@ def build(
 
 
 def check_output(path: Path) -> None:
-    """Passes when a file can be written there.
+    """Passes when a file can be written there without losing anything but a corpus.
 
     Raises:
-        BadRequest: it is a folder, or in none.
+        BadRequest: it is a folder, or in none, or a file that is no corpus.
     """
     if path.is_dir():
         raise BadRequest(f"{str(path)!r} is a folder; a corpus is one file, such as {str(path / 'code.corpus')!r}")
     if not path.absolute().parent.is_dir():
         raise BadRequest(f"{str(path)!r}: there is no folder {str(path.absolute().parent)!r}")
+    if path.is_file() and path.stat().st_size:
+        with path.open("rb") as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                raise BadRequest(
+                    f"{str(path)!r} exists and is no corpus, so it is not replaced; name another file or delete it"
+                )
 
 
 def write(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from paceline.cache import KVCache
@@ -180,9 +180,7 @@ class EarlyExit(Drafter[Going]):
         growth = Growth(depth, self.tree_top_k, fixed, draws, greedy)
         return Sketch(ask._replace(ahead=None), [ask.pending], growth, state.hits, self.costs)
 
-    def _grow(
-        self, cache: KVCache, growing: list[tuple[Sketch, int]], seen: list[Float[Tensor, "B N H"]]
-    ) -> list[tuple[Sketch, int]]:
+    def _grow(self, cache: KVCache, growing: list[tuple[Sketch, int]], seen: list[Tensor]) -> list[tuple[Sketch, int]]:
         """One pass of the first layers over what the sketches want to read next; those that wanted something."""
         assert self._target is not None
         staged = cache.staged

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from paceline.draft.base import Ask, Drafter, Step
 from paceline.draft.costs import Costs
-from paceline.errors import check_whole
+from paceline.errors import BadRequest, check_whole
 from paceline.tree import Rider, TokenTree
 
 SIZES = ((2, 3), (3, 3), (3, 4), (4, 4), (5, 4), (7, 4), (7, 5), (10, 5), (15, 5))
@@ -37,6 +37,8 @@ SIZES = ((2, 3), (3, 3), (3, 4), (4, 4), (5, 4), (7, 4), (7, 5), (10, 5), (15, 5
 GAIN, POWER = 0.14, 0.44
 """Measured on code, maths and stories: a window of M tokens brings about `GAIN` * M ** `POWER` more tokens per pass,
 whether it is wide or high (0.35 with 7 tokens, 0.42 with 12, 0.61 with 28)."""
+MOST = 1024
+"""Tokens of a window at most."""
 GUESSES = 3
 """Guesses that a pass verifies as a rule: few tokens have as many paths as they may."""
 
@@ -93,6 +95,11 @@ class Lookahead(Drafter[Trail]):
             fits if value is None else value for value, fits in sizes
         )
         size = self.window_size * (self.ngram_size - 1)
+        if size > MOST:
+            raise BadRequest(
+                f"window_size={self.window_size} and ngram_size={self.ngram_size} were given, which make a window of "
+                f"{size} tokens in every pass; {MOST} at most"
+            )
         columns = torch.arange(size) % self.window_size
         rows = torch.arange(size) // self.window_size
         self._offsets = 1 + rows + columns
