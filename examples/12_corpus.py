@@ -28,9 +28,8 @@ def main(model: str = "qwen2.5-coder-0.5b-instruct-q4_k_m") -> None:
             passes[name] = out.stats.num_target_passes
         plain = llm.generate([prompt], params, speculative_config=None)[0]
         print(out.text)
-        print(
-            f"{passes['with']} passes with the corpus, {passes['without']} without; same text: {out.text == plain.text}"
-        )
+        print(f"{passes['with']} passes with the corpus, {passes['without']} without")
+        print(f"same text without speculation: {out.text == plain.text}")
 
 
 if __name__ == "__main__":
