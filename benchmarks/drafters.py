@@ -27,6 +27,7 @@ SETS = {"humaneval": "code", "gsm8k": "maths", "mt-bench:writing": "writing", "l
 TEMPERATURES = (0.0, 0.8)
 METHODS = "none,ngram,suffix,draft_model,compose"
 OTHERS: dict[str, dict[str, Any]] = {
+    "draft_model gemma": {"method": "draft_model", "model": "gemma-3-270m-q4_k_m"},
     "lookahead 7-5-7": {
         "method": "lookahead",
         "window_size": 7,
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="qwen2.5-coder-1.5b-instruct-q4_k_m")
     parser.add_argument("draft_model", nargs="?", default="qwen2.5-coder-0.5b-instruct-q4_k_m")
     parser.add_argument("--methods", default=METHODS, help=f"with commas; also {', '.join(OTHERS)}")
+    parser.add_argument("--corpus", help="for a method named 'suffix corpus'")
     parser.add_argument("--peers", default=PEERS, help="with commas; '' for none")
     parser.add_argument("--temperatures", type=float, nargs="+", default=TEMPERATURES)
     parser.add_argument("--num-prompts", type=int, default=4)
@@ -60,6 +62,8 @@ def main() -> None:
     for name, more in (("draft_model", {}), ("compose", {"drafters": ["suffix", "draft_model"]})):
         if name in configs:
             configs[name] = configs[name] | more | {"model": args.draft_model}
+    if "suffix corpus" in configs:
+        configs["suffix corpus"] = {"method": "suffix", "corpus": args.corpus}
     results = []
     others: list[peers.Peer] = []
     warm = False

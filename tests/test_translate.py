@@ -469,7 +469,6 @@ def test_a_relabelled_twin_is_always_right(top_k: int, depth: int, settings: dic
     model, words = twin()
     inner = Translated(model, words, tree_top_k=top_k, depth=depth)
     inner.bind(model_for("bytes"))
-    assert inner.mode == "shared"
     assert words.share(TEXT) == 1.0
     assert not words.is_same
     drafter = Watched(inner)
@@ -741,8 +740,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-@pytest.mark.parametrize(("theirs", "mode"), [("code", "text"), ("pieces", "shared")])
-def test_a_draft_of_another_family(folders: dict[str, Path], theirs: str, mode: str) -> None:
+@pytest.mark.parametrize("theirs", ["code", "pieces"])
+def test_a_draft_of_another_family(folders: dict[str, Path], theirs: str) -> None:
     llm = LLM(folders["bytes"], None, threads=1)
     config = {"method": "draft_model", "model": str(folders[theirs])}
     for params in (SamplingParams(temperature=0.0, max_tokens=16), SamplingParams(seed=3, max_tokens=16)):
@@ -750,8 +749,7 @@ def test_a_draft_of_another_family(folders: dict[str, Path], theirs: str, mode: 
         for given in (config, {"model": str(folders[theirs])}):
             (fast,) = llm.generate("The harbour was", params, speculative_config=given)
             assert fast.token_ids == plain.token_ids
-    drafters = [one for one in llm._drafters.values() if isinstance(one, Translated)]
-    assert [one.mode for one in drafters] == [mode]
+    assert [type(one) for one in llm._drafters.values()].count(Translated) == 1
     assert fast.stats.num_draft_tokens > 0
     assert len(llm._drafts) == 1
 

@@ -180,10 +180,6 @@ class Dictionary:
         ids = self.target.encode(text)
         return sum(i in self.to_draft for i in ids) / max(1, len(ids))
 
-    def pace(self, text: str) -> float:
-        """How many tokens the target needs for one of the draft's."""
-        return len(self.target.encode(text)) / max(1, len(self.draft.encode(text)))
-
     def _pair(self, ours: int, theirs: int) -> None:
         self.to_draft[ours], self.to_target[theirs] = theirs, ours
 

@@ -1,12 +1,12 @@
 """A draft model whose tokenizer is not the target's.
 
 The target's ids are the text, always: nothing that was emitted is ever read again as text. The draft model is told
-that text in its own ids, and what it guesses comes back in one of two ways:
+that text in its own ids, and what it guesses comes back in one of two ways, chosen anew in every step:
 
     shared   q is restricted to the tokens that both have, renormalised, and asked about at the *target's* ids, where
              the noise is. A drafted token is a token of the target; trees, rules and laws are those of any draft model.
-    text     where little is shared: the draft model writes on greedily, its text is spelt by the target's tokenizer,
-             and what comes of that is a chain like one that was looked up.
+    text     where less of the recent text is shared: the draft model writes on by what it finds likeliest, and each
+             path of that is spelt by the target's tokenizer. What comes of it is a tree like one that was looked up.
 
 (TLI and SLEM of Timor et al. 2025, 2502.05202.) The draft's view of a text only grows:
 
@@ -16,6 +16,7 @@ that text in its own ids, and what it guesses comes back in one of two ways:
     half a character      waits until it is whole; until then nothing is guessed
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
@@ -27,15 +28,19 @@ from torch import Tensor
 
 from paceline.draft.base import Ask, Drafter, Forecast, Step
 from paceline.draft.costs import Costs
-from paceline.draft.model import DraftModel, Reading
+from paceline.draft.model import DraftModel, Reading, is_greedy
 from paceline.draft.pieces import Dictionary, unfinished
 from paceline.draft.tuning import TEXT
 from paceline.sampling import Sampler, SamplingParams
 from paceline.target import Target
 from paceline.tree import TokenTree
 
-LEAST_SHARED = 0.8
-"""The share of a text's tokens that both must have for the draft to keep to these."""
+LEAST_SHARED = 0.95
+"""The share of recent tokens that both must have for the draft to keep to these."""
+PRIOR = 16.0
+"""Tokens of an English and Python text that a text starts with in that share."""
+RECENT = 0.98
+"""What a token before counts of the present one in that share: about fifty tokens are remembered."""
 CONTEXT = 64
 """Bytes of the text that guessed text is spelt behind: a few words, so that the first piece begins as it would."""
 LAST = 0.9
@@ -57,8 +62,15 @@ class Tale:
     """Text that is not told yet, because it ends inside a character."""
     recent: bytes = b""
     """The end of the text."""
-    drafted: list[int] = field(default_factory=list)
-    """What the draft model wrote last, in its own ids; text mode only."""
+    shared: float = 0.0
+    """Of its tokens, those that the draft has too; and all of them. Both count the recent ones most."""
+    seen: float = 0.0
+    is_greedy: bool | None = None
+    """Whether the request takes the likeliest token; None until that was asked."""
+    by_text: bool = False
+    """The way that was taken last."""
+    drafted: TokenTree | None = None
+    """What the draft model wrote last, in its own ids; in text mode only."""
 
 
 class Translated(Drafter[Tale]):
@@ -67,8 +79,8 @@ class Translated(Drafter[Tale]):
     Args:
         model: the draft model.
         words: which ids of the two tokenizers stand for the same.
-        tree_top_k, depth, rule, reuse_prefix, costs: as for `DraftModel`; in text mode drafts are greedy chains.
-        least_shared: from which share of common tokens in an English and Python text on the mode is `shared`.
+        tree_top_k, depth, rule, reuse_prefix, costs: as for `DraftModel`.
+        least_shared: from which share of the recent tokens on guesses are tokens of both; 0 is always, 2 is never.
     """
 
     def __init__(
@@ -83,27 +95,15 @@ class Translated(Drafter[Tale]):
         costs: Costs | None = None,
         least_shared: float = LEAST_SHARED,
     ) -> None:
-        self.words = words
-        self.is_shared = words.share(TEXT) >= least_shared
+        self.words, self.least_shared = words, least_shared
         self.inner = DraftModel(
-            model,
-            tree_top_k=tree_top_k if self.is_shared else 1,
-            depth=depth,
-            rule=rule if self.is_shared else "coupled",
-            reuse_prefix=reuse_prefix,
-            costs=costs,
+            model, tree_top_k=tree_top_k, depth=depth, rule=rule, reuse_prefix=reuse_prefix, costs=costs
         )
         self._size = model.vocab_size
-        self._pace = 1.0 if self.is_shared else words.pace(TEXT)
-        """The target's tokens for one of the draft's."""
+        self._usual = words.share(TEXT)
         self._writer = Sampler(SamplingParams(temperature=0.0), self._size, [])
         """Text mode's settings: the request's are about ids that the draft does not have."""
         self._pair(len(words.target.values))
-
-    @property
-    def mode(self) -> str:
-        """`shared` or `text`."""
-        return "shared" if self.is_shared else "text"
 
     def bind(self, target: Any) -> None:
         """Takes note of the target's vocabulary: ids of either tokenizer that its model does not have are left out."""
@@ -111,7 +111,7 @@ class Translated(Drafter[Tale]):
 
     def begin(self, prompt: Step) -> Tale:
         """Takes note of the prompt's first chunk; it is told when all of it is there, so that no chunk cuts a word."""
-        return Tale(list(prompt.tokens))
+        return Tale(list(prompt.tokens), shared=self._usual * PRIOR, seen=PRIOR)
 
     def propose(self, states: list[Tale], asks: list[Ask]) -> list[TokenTree]:
         """The draft model's trees, in the target's ids."""
@@ -122,7 +122,7 @@ class Translated(Drafter[Tale]):
         readings = [tale.reading for _, tale, _ in ready if tale.reading is not None]
         drafted = self.inner.propose(readings, [self._asked(tale, ask) for _, tale, ask in ready])
         for (i, tale, ask), tree in zip(ready, drafted, strict=True):
-            trees[i] = self._renamed(tree, ask) if self.is_shared else self._spelt(tale, tree, ask)
+            trees[i] = self._spelt(tale, tree, ask) if tale.by_text else self._renamed(tree, ask)
         return trees
 
     def observe(self, states: list[Tale], steps: list[Step]) -> None:
@@ -133,8 +133,8 @@ class Translated(Drafter[Tale]):
                 tale.untold += step.tokens
             elif not tale.reading.is_closed:
                 kept, size = self._kept(tale, step.following)
-                view = [*tale.tail, *kept, *self._told(tale, step.following, size, self.is_shared)]
-                tale.tail, tale.drafted = view[-1:], []
+                view = [*tale.tail, *kept, *self._told(tale, step.following, size, not tale.by_text)]
+                tale.tail, tale.drafted = view[-1:], None
                 readings.append(tale.reading)
                 told.append(Step(view[:-1], view[1:]))
         self.inner.observe(readings, told)
@@ -144,8 +144,7 @@ class Translated(Drafter[Tale]):
         if not self._tell(state, ask):
             return Forecast(0.0, 0, 0.0)
         assert state.reading is not None
-        found = self.inner.forecast(state.reading, self._asked(state, ask))
-        return found._replace(tokens=found.tokens * self._pace, nodes=round(found.nodes * self._pace))
+        return self.inner.forecast(state.reading, self._asked(state, ask))
 
     def end(self, state: Tale) -> None:
         """Free what the draft model holds of the text."""
@@ -165,7 +164,10 @@ class Translated(Drafter[Tale]):
                 return False
             tale.untold, tale.tail = [], view[-1:]
             tale.reading = self.inner.begin(Step(view[:-1], view[1:]))
-            tale.reading.is_greedy = None if self.is_shared else True
+            tale.is_greedy = is_greedy(ask, self._place.shape[0])
+        tale.by_text = tale.shared < self.least_shared * tale.seen
+        # What is likeliest is taken in text mode whatever the request: nothing is drawn, and keys are log-laws.
+        tale.reading.is_greedy = tale.by_text or tale.is_greedy
         return not tale.held and not tale.reading.is_closed
 
     def _told(
@@ -183,6 +185,8 @@ class Translated(Drafter[Tale]):
         for token in ids:
             value, other = self.words.target.value(token), self._to_draft.get(token)
             tale.recent = b"" if value is None else (tale.recent + value)[-CONTEXT:]
+            if value is not None:
+                tale.shared, tale.seen = RECENT * tale.shared + (other is not None), RECENT * tale.seen + 1.0
             if value is not None and skip:
                 value, skip = value[skip:], max(0, skip - len(value))
             if value is not None and not (one_by_one and other is not None and not unfinished(run)):
@@ -204,20 +208,20 @@ class Translated(Drafter[Tale]):
 
     def _kept(self, tale: Tale, following: Sequence[int]) -> tuple[list[int], int]:
         """Text mode's guesses that have become text, and their bytes: they stay the ids that were drafted and read."""
-        text, size = b"", 0
-        for token in following if tale.drafted else ():
-            value = self.words.target.value(token)
-            if value is None:
-                break
-            text += value
-        kept = []
-        for token in tale.drafted:
-            value = self.words.draft.value(token)
-            if not value or not text.startswith(value, size):
-                break
-            kept.append(token)
-            size += len(value)
-        return kept, size
+        tree, best = tale.drafted, (0, 0)
+        if tree is None:
+            return [], 0
+        values = [self.words.target.value(token) for token in following]
+        text = b"".join(value for value in takewhile(lambda value: value is not None, values) if value)
+        ends = [0]
+        """Bytes of the text up to a node; -1 where it says something else."""
+        for node, parent in enumerate(tree.parents.tolist()[1:], 1):
+            value = self.words.draft.value(tree.ids[node])
+            is_kept = value is not None and ends[parent] >= 0 and text.startswith(value, ends[parent])
+            ends.append(ends[parent] + len(value) if is_kept and value is not None else -1)
+            best = max(best, (ends[node], node))
+        size, node = best
+        return [tree.ids[one] for one in tree.path(node)[1:]], size
 
     # -- the draft's guesses in the target's ids ---------------------------------------------------------------
 
@@ -233,7 +237,7 @@ class Translated(Drafter[Tale]):
     def _asked(self, tale: Tale, ask: Ask) -> Ask:
         """The request as the draft model sees it: its ids, and the target's settings and noise behind them."""
         pending = tale.tail[-1]
-        if not self.is_shared:
+        if tale.by_text:
             return ask._replace(pending=pending, law=self._writer.log_law, top=self._likeliest, ahead=None)
         seen = _Seen(self, ask)
         return ask._replace(
@@ -268,24 +272,43 @@ class Translated(Drafter[Tale]):
     ) -> list[tuple[int, float]]:
         """Text mode's guesses: what the draft finds likeliest, and nothing where that is no text."""
         found = self._writer.top(logits, path, position, k)
-        return found if found and self.words.draft.value(found[0][0]) else []
+        texts = [pair for pair in found if self.words.draft.value(pair[0])]
+        return texts if texts[:1] == found[:1] else []
 
     def _spelt(self, tale: Tale, tree: TokenTree, ask: Ask) -> TokenTree:
-        """Text mode's tree: the guessed text in the target's pieces, as far as they say it byte for byte."""
-        tale.drafted = tree.ids[1:]
-        values = [self.words.draft.value(token) or b"" for token in tale.drafted]
-        text = _whole(b"".join(values))
-        pieces = self.words.target.behind(text, tale.recent.decode(errors="ignore")) or []
-        ends = list(accumulate(len(self.words.target.value(piece) or b"") for piece in pieces))
-        told = list(accumulate(map(len, values)))
+        """Text mode's tree: each guessed path in the target's pieces, if they say it byte for byte."""
+        tale.drafted = tree
+        before = tale.recent.decode(errors="ignore")
         given = [1.0] * tree.num_nodes if tree.score is None else tree.score.tolist()
-        # A piece is right if the text is, up to its end.
-        scores = [given[1 + next(i for i, size in enumerate(told) if size >= end)] for end in ends]
-        scores[-1:] = [score * LAST for score in scores[-1:]]
-        known = next((i for i, piece in enumerate(pieces) if piece >= self._place.shape[0]), len(pieces))
-        count = min(known, ask.depth, ask.budget)
-        chain = TokenTree.chain(ask.pending, pieces[:count])
-        return TokenTree(chain.tokens, chain.parents, score=torch.tensor([1.0, *scores[:count]]))
+        tokens, parents, depths, scores = [ask.pending], [-1], [0], [1.0]
+        place: dict[tuple[int, int], int] = {}
+        for leaf in (node for node, kids in enumerate(tree.children) if not kids):
+            path = tree.path(leaf)[1:]
+            values = [self.words.draft.value(tree.ids[node]) or b"" for node in path]
+            told = list(accumulate(map(len, values)))
+            pieces = self.words.target.behind(_whole(b"".join(values)), before) or []
+            at = end = 0
+            for number, piece in enumerate(pieces, 1):
+                if piece >= self._place.shape[0] or depths[at] == ask.depth:
+                    break
+                end += len(self.words.target.value(piece) or b"")
+                # A piece is right if the text is, up to its end.
+                score = given[path[bisect_left(told, end)]] * (LAST if number == len(pieces) else 1.0)
+                known = place.setdefault((at, piece), len(tokens))
+                if known == len(tokens):
+                    tokens.append(piece)
+                    parents.append(at)
+                    depths.append(depths[at] + 1)
+                    scores.append(score)
+                at, scores[known] = known, max(scores[known], score)
+        ranked = sorted(range(1, len(tokens)), key=lambda node: -scores[node])  # stable: the parent wins
+        kept = [0, *sorted(ranked[: ask.budget])]
+        new = {node: i for i, node in enumerate(kept)}
+        return TokenTree(
+            torch.tensor([tokens[node] for node in kept]),
+            torch.tensor([-1, *(new[parents[node]] for node in kept[1:])]),
+            score=torch.tensor([scores[node] for node in kept]),
+        )
 
 
 class _Seen:
