@@ -288,7 +288,7 @@ def test_drafts_of_text_keep_the_law(rule: str) -> None:
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("mode", ["shared", "text"])
 def test_the_contract_of_a_drafter(mode: str) -> None:
-    report = check_drafter(toy(mode, "coupled", 2, depth=2), rules=["coupled"])
+    report = check_drafter(toy(mode, "coupled", 1, depth=2), rules=["coupled"])
     report.verify()
     assert report.mean_acceptance_length is not None
     assert report.mean_acceptance_length > 1.05
@@ -519,7 +519,7 @@ def by_heart(kind: str, text: str) -> ToyTarget:
 def test_a_draft_that_knows_the_text_is_nearly_always_right(ours: str, theirs: str, least: float) -> None:
     text = STORY[0] + CODE[0] + "naïve café, 東京 and more. " + STORY[1] + STORY[2]
     words = Dictionary.of(KINDS[ours](), KINDS[theirs]())
-    drafter = Watched(Translated(by_heart(theirs, text), words, depth=8, least_shared=least))
+    drafter = Watched(Translated(by_heart(theirs, text), words, tree_top_k=1, depth=8, least_shared=least))
     target = by_heart(ours, text)
     drafter.bind(target)
     prompt = list(KINDS[ours]()(text[:15]).input_ids)
