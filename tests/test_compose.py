@@ -340,7 +340,9 @@ def test_impossible_settings_are_refused(config: dict[str, Any], words: str) -> 
 
 
 def test_auto_is_what_is_at_hand() -> None:
-    assert SpeculativeConfig.read({}).method == "suffix"
+    alone = SpeculativeConfig.read({})
+    assert (alone.method, [one.method for one in alone.drafters]) == ("compose", ["suffix", "recycle"])
+    assert alone.draft_keys == ()
     both = SpeculativeConfig.read({"model": "m", "tree_top_k": 2, "suffix_decoding_max_cached_requests": 5})
     assert both.method == "compose"
     assert [one.method for one in both.drafters] == ["suffix", "draft_model"]

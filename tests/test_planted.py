@@ -753,7 +753,7 @@ TARGET_BUGS = [
         reading(toy_target),
         {TREE, SIBLINGS},
         STACK,
-        (("tree.ancestors[order][:, order]", "torch.ones(size, size).bool()"),),
+        (("= tree.ancestors", "= torch.ones(tree.num_nodes, tree.num_nodes).bool()"),),
     ),
     *of_both(
         "padding is seen",
@@ -768,8 +768,8 @@ TARGET_BUGS = [
         STACK,
         (
             (
-                "mask[row, size:end, size:end] = ",
-                "mask[row, :size, size:end] = True\n            mask[row, size:end, size:end] = ",
+                "mask[row, begin:end, begin:end] = ",
+                "mask[row, where, begin:end] = True\n            mask[row, begin:end, begin:end] = ",
             ),
         ),
     ),
