@@ -1,10 +1,13 @@
-"""What the site takes from the package itself when it is built: a page for each public name, and the measured table.
+"""What the site takes from the package itself when it is built: a page for each public name, and numbers.
 
 reference/NAME.md   made from `paceline.__all__`, so that a public name without a page cannot exist
 parameters.md       `<!-- measured -->` becomes a table of docs/data/parameters.json, which the test run writes
+theory*.md          `<!-- computed -->` says that the page has marks for numbers, tables and drawings (figures.py), and
+                    formulas (formulas.py)
 """
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ import paceline
 
 ROOT = Path(__file__).parent.parent
 MARK = "<!-- measured -->"
+COMPUTED = "<!-- computed -->"
 DATA = Path("data") / "parameters.json"
 NARROW = "\u00a0"  # no line break inside a cell
 HOW = (
@@ -49,16 +53,36 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The page with the measured table where it asks for it."""
+    """The page with the measured table where it asks for it, and with what is computed for it."""
+    if COMPUTED in markdown:
+        return computed(markdown.replace(COMPUTED, ""))
     if MARK not in markdown:
         return markdown
     path = Path(config.docs_dir) / DATA
     return markdown.replace(MARK, table(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else HOW)
 
 
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """The page with the language that its file name says."""
+    return output.replace('<html lang="en"', '<html lang="ko"', 1) if page.file.src_uri.endswith(".ko.md") else output
+
+
+def computed(markdown: str) -> str:
+    """The page with its marks and formulas replaced; a mark or a formula that is none stops the build."""
+    if str(ROOT / "docs") not in sys.path:
+        sys.path.append(str(ROOT / "docs"))
+    import figures
+    import formulas
+
+    try:
+        return formulas.render(figures.fill(markdown))
+    except (figures.Unknown, formulas.Unreadable) as error:
+        raise PluginError(str(error)) from error
+
+
 def overview() -> str:
     """The list of all public names, each with the first line of its docstring."""
-    package = griffe.load("paceline", search_paths=[ROOT])  # read, not imported: the build needs neither torch nor time
+    package = griffe.load("paceline", search_paths=[ROOT])  # read, not imported: it takes no time
     lines = [f"| [`{name}`]({name}.md) | {_first_line(package[name].docstring)} |" for name in paceline.__all__]
     return "\n".join(["# Overview", "", "All of `import paceline`.", "", "| name | is |", "|---|---|", *lines, ""])
 

@@ -227,6 +227,33 @@ def test_there_is_a_gain_only_where_alpha_is_above_c(alpha: float, c: float) -> 
         assert found.speedup >= (1.0 + alpha) / (1.0 + c) - 1e-12
 
 
+@given(RATES, st.floats(0.01, 0.99))
+def test_the_articles_formula_has_no_best_length(alpha: float, c: float) -> None:
+    """Its derivative, (alpha - c) / (1 + Kc)², has one sign: the formula rises, or it falls, up to any K."""
+    values = theory.article.speedup(alpha, np.arange(0, 60), c)
+    steps = np.diff(values) * (1 if alpha >= c else -1)
+    assert (steps >= -1e-12).all()
+    assert (values >= theory.speedup(alpha, np.arange(0, 60), c) - 1e-12).all()  # and is never below the right one
+
+
+@given(st.floats(0.05, 0.95), st.floats(0.01, 0.9))
+def test_the_best_length_is_next_to_the_zero_of_the_derivative(alpha: float, c: float) -> None:
+    """-alpha^(K+1) ln alpha (1 + cK) = c (1 - alpha^(K+1)), K real: found by halving."""
+    if alpha <= c:
+        return
+
+    def rising(k: float) -> bool:
+        return -(alpha ** (k + 1)) * math.log(alpha) * (1 + c * k) > c * (1 - alpha ** (k + 1))
+
+    low, high = 0.0, 256.0
+    if not rising(low):
+        high = 0.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rising(middle) else (low, middle)
+    assert abs(theory.best_length(alpha, c).num_drafted - low) <= 1
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
