@@ -21,6 +21,8 @@ from torch import Tensor
 
 from paceline.cache import GROWTH, KVCache
 from paceline.draft.base import Ask, Drafter, Scored, Step
+from paceline.draft.budget import Budget
+from paceline.draft.costs import Costs
 from paceline.errors import BadLogits, BadRequest, IncompatibleDrafter
 from paceline.output import FinishReason, Logprob, Stats
 from paceline.prefix import Found, Prefixes, border_behind
@@ -59,6 +61,8 @@ class Request:
     """Deepest draft."""
     budget: int = 23
     """Most drafted nodes per pass."""
+    costs: Costs | None = None
+    """What passes cost: as much is drafted and verified as pays by that. None verifies all that is drafted."""
     text: Text | None = None
     """The answer as text; stop strings need it."""
     stop_ids: dict[int, str] = field(default_factory=dict)
@@ -119,6 +123,7 @@ class Request:
     def start(self) -> None:
         """Make what the running request needs."""
         self.sampler = self._make_sampler()
+        self.worth = None if self.costs is None else Budget(self.costs, self.rule)
 
     @property
     def output_ids(self) -> list[int]:
@@ -284,6 +289,8 @@ def step(target: Target, cache: KVCache, rows: Sequence[Request]) -> None:
     # 6 emit
     for row, k in zip(rows, kept, strict=True):
         row.logprobs += k.logprobs
+        if row.worth is not None:
+            row.worth.learn(k.ids)
         row.emit(k.ids, k.num_drafted, k.end)
         if k.error is not None:
             row.finish("error", k.error)
@@ -433,10 +440,10 @@ def _by_drafter(rows: Sequence[Request]) -> list[tuple[Drafter[Any], list[int]]]
 def _propose(rows: Sequence[Request], cache: KVCache) -> list[TokenTree]:
     # Rows are read side by side, as wide as the widest: an equal share each is all that the pass has.
     most = max(NODES_PER_PASS, 1 + max(row.budget for row in rows)) // len(rows) - 1
-    asks = [row.ask(max(0, most))._replace(cache=cache, row=b) for b, row in enumerate(rows)]
+    asks = [row.ask(max(0, most))._replace(cache=cache, row=b, rows=len(rows)) for b, row in enumerate(rows)]
     trees: list[TokenTree] = [TokenTree.root(ask.pending) for ask in asks]
     for drafter, members in _by_drafter(rows):
-        wanted = [b for b in members if asks[b].budget]
+        wanted = [b for b in members if asks[b].budget and _wants(rows[b], asks[b])]
         proposed = drafter.propose([rows[b].state for b in wanted], [asks[b] for b in wanted]) if wanted else []
         if not isinstance(proposed, list) or not all(isinstance(tree, TokenTree) for tree in proposed):
             raise IncompatibleDrafter(
@@ -447,8 +454,13 @@ def _propose(rows: Sequence[Request], cache: KVCache) -> list[TokenTree]:
                 f"{type(drafter).__name__}.propose returned {len(proposed)} trees for {len(wanted)} sequences"
             )
         for b, tree in zip(wanted, proposed, strict=True):
-            trees[b] = _within(tree, rows[b], asks[b], drafter)
+            tree, worth = _within(tree, rows[b], asks[b], drafter), rows[b].worth
+            trees[b] = tree if worth is None else worth.cut(tree, len(rows))
     return trees
+
+
+def _wants(row: Request, ask: Ask) -> bool:
+    return row.worth is None or row.worth.wants(row.drafter.forecast(row.state, ask), ask)
 
 
 def _read_trees(target: Target, cache: KVCache, trees: list[TokenTree], taps: Sequence[int]) -> tuple[Stacked, Seen]:

@@ -179,7 +179,11 @@ class TokenTree:
 
     def shallow(self, depth: int) -> "TokenTree":
         """The nodes at most `depth` below the root, in their order. A cut by depth looks at no drawn value."""
-        kept = [node for node, deep in enumerate(self.depth) if deep <= depth]
+        return self.keep([node for node, deep in enumerate(self.depth) if deep <= depth])
+
+    def keep(self, nodes: Sequence[int]) -> "TokenTree":
+        """Some of the nodes, increasing, the root and the parent of each among them."""
+        kept = list(nodes)
         if len(kept) == self.num_nodes:
             return self
         place = {node: new for new, node in enumerate(kept)}
@@ -196,6 +200,10 @@ class TokenTree:
             rider,
             None if self.read is None else replace(self.read, slots=[self.read.slots[node] for node in kept]),
         )
+
+    def without_rider(self) -> "TokenTree":
+        """The nodes alone."""
+        return replace(self, rider=None)
 
     # -- derived -----------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from transformers.generation import logits_process
 from paceline.cache import KVCache
 from paceline.decode import Request, prefill, run, step
 from paceline.draft.base import Drafter, NoDraft
+from paceline.draft.costs import Costs
 from paceline.kernels import Kernel
 from paceline.sampling import Draws, SamplingParams
 from paceline.target import HFTarget, Seen
@@ -484,6 +485,7 @@ def requests(
     budget: int | None = None,
     rule: str = "coupled",
     eos: Iterable[int] = (),
+    costs: Costs | None = None,
     settings: Sequence[dict[str, Any]] | None = None,
     **common: Any,
 ) -> list[Request]:
@@ -507,6 +509,7 @@ def requests(
                 rule=rule,
                 depth=depth,
                 budget=depth if budget is None else budget,
+                costs=costs,
             )
         )
     return made

@@ -188,7 +188,7 @@ def test_every_check_passes(rule: str) -> None:
 
 def test_an_exit_that_never_hits_is_soon_left_alone() -> None:
     """A model whose first half knows nothing: what is drafted falls to next to nothing."""
-    rows = decode(target(), [prompt_of(9)], bound(EarlyExit(1), target()), max_tokens=120)
+    rows = decode(target(), [prompt_of(9)], bound(EarlyExit(1), target()), max_tokens=120, costs=Costs())
     stats = rows[0].stats
     assert stats.num_accepted_tokens < 0.5 * stats.num_target_passes
     assert stats.num_draft_tokens < stats.num_target_passes

@@ -20,6 +20,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from paceline.cache import KVCache
+from paceline.draft.costs import Costs
 from paceline.sampling import Draws
 from paceline.tree import TokenTree
 
@@ -58,6 +59,8 @@ class Ask(NamedTuple):
     if its tree says so (`TokenTree.read`), and else dropped."""
     row: int = 0
     """The sequence's row in it."""
+    rows: int = 1
+    """How many sequences the target's pass is shared by (`Costs.shared`)."""
 
 
 class Step(NamedTuple):
@@ -115,6 +118,9 @@ class Drafter(ABC, Generic[S]):
     scores_prompt: bool = False
     """Whether the chunks of the prompt are to bring `Step.scored` too: logits of the whole prompt are computed then,
     and no part of it is taken from earlier requests."""
+
+    costs: Costs | None = None
+    """What passes cost, where the drafter knows better than what is usual; how much is verified goes by it."""
 
     def bind(self, target: Any) -> None:
         """Called once per target before any work: check vocabulary and width, borrow embeddings.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from paceline.draft.base import Ask, Drafter, Forecast, Step
+from paceline.draft.budget import Gate, promise
 from paceline.draft.costs import Costs, best_cut
 from paceline.errors import BadRequest
 from paceline.tree import Drawn, Rider, TokenTree
@@ -24,8 +25,6 @@ PRIOR = (2.4, 4.0)
 """Guesses kept and guesses tested that a drafter without scores starts with."""
 MEMORY = 0.95
 """What a pass before counts of the present one."""
-HORIZON = 256
-"""Tokens to come that an expense is spread over at most: texts end before their limit."""
 
 
 @dataclass(eq=False)
@@ -44,6 +43,8 @@ class Mix:
     """Of the present pass."""
     rides: int | None = None
     """The member whose rider goes along with the present pass."""
+    gates: dict[int, Gate] = field(default_factory=dict)
+    """Of members whose proposal costs something."""
 
     def chance(self, member: int) -> float:
         """How often a guess of a member came true where all above it had."""
@@ -74,6 +75,8 @@ class Compose(Drafter[Mix]):
         rule: the verification rule to draft for.
         costs: what passes cost.
     """
+
+    costs: Costs
 
     def __init__(self, drafters: Sequence[Drafter[Any]], *, rule: str = "coupled", costs: Costs | None = None) -> None:
         if not drafters:
@@ -128,7 +131,7 @@ class Compose(Drafter[Mix]):
             mix.rides = None
             if (rider := trees[-1].rider) is not None:
                 mix.rides = next(n for n, tree in own.items() if tree.rider and tree.rider.tokens is rider.tokens)
-            mix.cost = self.costs.verify(trees[-1].num_nodes) + spent
+            mix.cost = self.costs.shared(ask.rows).verify(trees[-1].num_nodes) + spent
         return trees
 
     def observe(self, states: list[Mix], steps: list[Step]) -> None:
@@ -168,10 +171,11 @@ class Compose(Drafter[Mix]):
 
     def _rate(self, mix: Mix, ask: Ask, number: int, tree: TokenTree, spent: float = 0.0) -> float:
         """What a tree promises; where it was drawn, what earlier ones came to: its own values have no say."""
+        costs = self.costs.shared(ask.rows)
         if self.rule == "coupled" or tree.drawn is Drawn.FIXED:
-            return best_cut(_ranked(tree), self.costs, spent).rate
+            return best_cut(_ranked(tree), costs, spent).rate
         tokens = sum(mix.chance(number) ** depth for depth in range(ask.depth + 1))
-        return tokens / (self.costs.verify(1 + ask.depth) + spent)
+        return tokens / (costs.verify(1 + ask.depth) + spent)
 
     def _worth_asking(
         self, mix: Mix, ask: Ask, found: dict[int, TokenTree], forecasts: dict[int, Forecast]
@@ -180,21 +184,23 @@ class Compose(Drafter[Mix]):
 
         Look-ups that draw are left out of the comparison: nothing may depend on what they drew.
         """
+        costs = self.costs.shared(ask.rows)
         fixed = [tree for tree in found.values() if self.rule == "coupled" or tree.drawn is Drawn.FIXED]
-        best = max((best_cut(_ranked(tree), self.costs).rate for tree in fixed), default=1.0 / self.costs.verify(1))
+        best = max((best_cut(_ranked(tree), costs).rate for tree in fixed), default=1.0 / costs.verify(1))
         expected = max((sum(_ranked(tree)) for tree in fixed), default=0.0)
-        chosen = None
+        chosen = tried = None
         for number, forecast in forecasts.items():
             if not forecast.nodes:
                 continue
-            tokens = 1.0 + max(expected, forecast.tokens)
-            cost = self.costs.verify(1 + forecast.nodes) + forecast.cost
-            # What is spent once is shared by the passes to come, and it must beat what these would bring without it.
-            passes = max(1.0, min(ask.left, HORIZON) / tokens)
-            rate = tokens / (cost + forecast.once / passes)
+            rate = promise(forecast, costs, ask.left, max(expected, forecast.tokens))
+            # What is spent once must beat what the passes to come would bring without it.
             if rate > (best if forecast.once == 0.0 else max(best, mix.tokens / mix.spent)):
                 best, chosen = rate, number
-        return chosen
+            # One that would not even pay by itself has had bad luck, or the text was hard; it may not be any more.
+            pays = promise(forecast, costs, ask.left) > 1.0 / costs.verify(1)
+            if mix.gates.setdefault(number, Gate()).lets(pays) and not pays and forecast.once == 0.0:
+                tried = number
+        return tried if chosen is None else chosen
 
     def _ahead(self, mix: Mix, ask: Ask) -> Callable[[Sequence[int], int], list[tuple[int, float]]]:
         """What the member that is surest of its next token expects behind some guesses."""
@@ -223,7 +229,7 @@ class Compose(Drafter[Mix]):
             return found[max(order, key=lambda number: self._rate(mix, ask, number, found[number], spent))]
         tokens, parents, scores, places = _merged([found[number] for number in order])
         ranked = sorted(range(1, len(tokens)), key=lambda node: -scores[node])[: ask.budget]  # stable: the parent wins
-        cut = best_cut([scores[node] for node in ranked], self.costs, spent)
+        cut = best_cut([scores[node] for node in ranked], self.costs.shared(ask.rows), spent)
         kept = [0, *sorted(ranked[: cut.num_nodes])]
         place = {node: new for new, node in enumerate(kept)}
         rider = None

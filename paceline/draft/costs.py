@@ -5,6 +5,7 @@ Costs are numbers that were stored, never the clock of the moment: the same call
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 Curve = tuple[tuple[int, float], ...]
@@ -31,6 +32,28 @@ class Costs:
         """A pass of the draft model over so many tokens."""
         return _between(self.draft, tokens)
 
+    def on(self, target: Curve) -> "Costs":
+        """The same draft model under a target whose passes were measured."""
+        return Costs(target, self.draft, self.reading)
+
+    def shared(self, rows: int) -> "Costs":
+        """The same for each of some rows that are read side by side, by its own tokens; in passes over one token each.
+
+        Rows fill a pass: where eight of them are read together, a guess for each is eight tokens more.
+        """
+        return self if rows <= 1 else _shared(self, rows)
+
+
+@cache
+def _shared(costs: Costs, rows: int) -> Costs:
+    most = max(1, -(-max(costs.target[-1][0], costs.draft[-1][0]) // rows))
+    plain = costs.verify(rows)
+    return Costs(
+        tuple((n, costs.verify(n * rows) / plain) for n in range(1, most + 2)),
+        tuple((n, costs.guess(n * rows) / plain) for n in range(1, most + 2)),
+        costs.reading / plain,
+    )
+
 
 TILES = Costs(target=((1, 1.0), (4, 1.1), (16, 1.15), (17, 1.4), (24, 1.45), (32, 1.6), (64, 2.5)))
 """Where linear layers run on matrix tiles, which are 16 tokens wide."""
@@ -52,7 +75,7 @@ class Cut(NamedTuple):
     """Tokens in the time of a single pass of the target."""
 
 
-def best_cut(scores: Sequence[float], costs: Costs, spent: float = 0.0) -> Cut:
+def best_cut(scores: Sequence[float], costs: Costs, spent: float = 0.0, riders: int = 0) -> Cut:
     """The number of nodes at which a pass brings the most tokens for its time.
 
     A pass over n nodes brings 1 + the sum of their scores: a node's score is the probability that it is kept, and
@@ -61,12 +84,13 @@ def best_cut(scores: Sequence[float], costs: Costs, spent: float = 0.0) -> Cut:
     Args:
         scores: of the drafted nodes, best first.
         spent: what the draft has cost already.
+        riders: tokens that share the pass whatever is verified.
     """
     tokens = 1.0
-    best = Cut(0, tokens, tokens / (costs.verify(1) + spent))
+    best = Cut(0, tokens, tokens / (costs.verify(1 + riders) + spent))
     for n, score in enumerate(scores, 1):
         tokens += score
-        rate = tokens / (costs.verify(n + 1) + spent)
+        rate = tokens / (costs.verify(n + 1 + riders) + spent)
         if rate > best.rate:
             best = Cut(n, tokens, rate)
     return best

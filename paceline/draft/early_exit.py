@@ -8,7 +8,7 @@ the states behind layer E-1 on with the tree (`TokenTree.read`), so that no laye
 
 How good the guesses are is up to the model. LayerSkip (Elhoushi et al., 2404.16710) trains models for it and exits
 after a quarter of the layers. Other models say little before their last layers: there the drafter learns from its own
-outcomes that guesses do not pay, and then it tries again every `PAUSE` passes only.
+outcomes that guesses do not pay (`forecast`), and then it is seldom asked.
 """
 
 from dataclasses import dataclass, field
@@ -34,8 +34,6 @@ MOST_TOKENS = 16
 """Tokens of all rows together that a pass is made for."""
 PART = 0.5
 """The part of the layers that draft where nothing is said."""
-PAUSE = 16
-"""Passes without a draft where drafts do not pay; then it is tried again."""
 
 
 class Layered(Protocol):
@@ -67,8 +65,6 @@ class Going:
     sketch: Sketch | None = None
     """What was proposed last and is not observed yet."""
     is_greedy: bool | None = None
-    paused: int = 0
-    """Passes since the last draft."""
 
 
 class EarlyExit(Drafter[Going]):
@@ -81,6 +77,8 @@ class EarlyExit(Drafter[Going]):
         rule: the verification rule to draft for.
         costs: what passes of the target cost by their tokens; what the first layers cost of it is worked out.
     """
+
+    costs: Costs
 
     def __init__(
         self,
@@ -125,7 +123,7 @@ class EarlyExit(Drafter[Going]):
 
     def forecast(self, state: Going, ask: Ask) -> Forecast:
         """By what was kept of earlier drafts of this text: the depth at which a chain brings the most for its time."""
-        return state.hits.forecast(self.costs, self._depth(ask))
+        return state.hits.forecast(self.costs.shared(ask.rows), self._depth(ask))
 
     def propose(self, states: list[Going], asks: list[Ask]) -> list[TokenTree]:
         """A tree per sequence, all of them grown side by side in the target's own cache."""
@@ -136,7 +134,7 @@ class EarlyExit(Drafter[Going]):
         seen: list[Tensor] = []
         for state, ask in zip(states, asks, strict=True):
             depth = self._depth(ask)
-            state.sketch = self._sketch(state, ask, depth) if depth and self._pays(state, depth) else None
+            state.sketch = self._sketch(state, ask, depth) if depth else None
         growing = [(s.sketch, ask.row) for s, ask in zip(states, asks, strict=True) if s.sketch is not None]
         before = cache.staged
         while growing:
@@ -161,13 +159,6 @@ class EarlyExit(Drafter[Going]):
     def _depth(self, ask: Ask) -> int:
         return max(0, min(MOST if self.depth is None else self.depth, ask.depth, ask.budget))
 
-    def _pays(self, state: Going, depth: int) -> bool:
-        """Whether a draft is likely to pay, or it is time to try one again. With a depth given there always is one."""
-        found = state.hits.forecast(self.costs, depth)
-        pays = (1.0 + found.tokens) / (self.costs.verify(1 + found.nodes) + found.cost) > 1.0 / self.costs.verify(1)
-        state.paused = 0 if pays or self.depth is not None or state.paused == PAUSE else state.paused + 1
-        return state.paused == 0
-
     def _sketch(self, state: Going, ask: Ask, depth: int) -> Sketch:
         assert self._target is not None
         if state.is_greedy is None:
@@ -178,7 +169,7 @@ class EarlyExit(Drafter[Going]):
             # Where tokens are drawn the depth is settled before any of them.
             depth = min(depth, max(1, self.forecast(state, ask).nodes))
         growth = Growth(depth, self.tree_top_k, fixed, draws, greedy)
-        return Sketch(ask._replace(ahead=None), [ask.pending], growth, state.hits, self.costs)
+        return Sketch(ask._replace(ahead=None), [ask.pending], growth, state.hits, self.costs.shared(ask.rows))
 
     def _grow(self, cache: KVCache, growing: list[tuple[Sketch, int]], seen: list[Tensor]) -> list[tuple[Sketch, int]]:
         """One pass of the first layers over what the sketches want to read next; those that wanted something."""

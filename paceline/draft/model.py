@@ -86,6 +86,8 @@ class DraftModel(Drafter[Reading]):
         costs: what passes of this model and of the target cost.
     """
 
+    costs: Costs
+
     def __init__(
         self,
         model: Target,
@@ -127,11 +129,11 @@ class DraftModel(Drafter[Reading]):
 
     def forecast(self, state: Reading, ask: Ask) -> Forecast:
         """By what was kept of earlier drafts of this text: the depth at which a chain brings the most for its time."""
-        lag = len(state.unread)
+        lag, costs = len(state.unread), self.costs.shared(ask.rows)
         few = lag <= FEW and state.alone is None
-        once = 0.0 if few else self.costs.reading * lag
-        cost = self.costs.guess(1 + lag) - self.costs.guess(1) if few else 0.0
-        return state.hits.forecast(self.costs, self._depth(state, ask), cost)._replace(once=once)
+        once = 0.0 if few else costs.reading * lag
+        cost = costs.guess(1 + lag) - costs.guess(1) if few else 0.0
+        return state.hits.forecast(costs, self._depth(state, ask), cost)._replace(once=once)
 
     def propose(self, states: list[Reading], asks: list[Ask]) -> list[TokenTree]:
         """A tree per sequence, all of them grown side by side: one pass for what is known, then as far as it pays."""
@@ -310,7 +312,7 @@ class DraftModel(Drafter[Reading]):
             # Where tokens are drawn the depth is settled before any of them.
             depth = min(depth, max(1, self.forecast(state, ask).nodes))
         growth = Growth(depth, self.tree_top_k, fixed, draws, greedy)
-        return Sketch(ask, [*state.unread, ask.pending], growth, state.hits, self.costs)
+        return Sketch(ask, [*state.unread, ask.pending], growth, state.hits, self.costs.shared(ask.rows))
 
 
 def is_greedy(ask: Ask, vocab_size: int) -> bool | None:

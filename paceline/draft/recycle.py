@@ -112,6 +112,8 @@ class Recycle(Drafter[Table]):
         costs: what passes of the target cost by their tokens; nodes that are not worth their part of it are left out.
     """
 
+    costs: Costs
+
     def __init__(self, *, width: int = 8, score_prompt: bool = False, costs: Costs | None = None) -> None:
         check_whole("width", width, 1)
         self.top_scored, self.scores_prompt, self.costs = width, score_prompt, costs or Costs()
@@ -176,7 +178,7 @@ class Recycle(Drafter[Table]):
             parents.append(parent)
             scores.append(-score)
             depths.append(depths[parent] + 1)
-        size = 1 + best_cut(scores[1:], self.costs).num_nodes  # best first, so the others stand at the end
+        size = 1 + best_cut(scores[1:], self.costs.shared(ask.rows)).num_nodes  # best first: the others stand last
         return TokenTree(torch.tensor(tokens[:size]), torch.tensor(parents[:size]), score=torch.tensor(scores[:size]))
 
 

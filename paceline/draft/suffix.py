@@ -199,6 +199,8 @@ class Suffix(Drafter[Text]):
         costs: what passes of the target cost by their tokens; nodes that are not worth their part of it are left out.
     """
 
+    costs: Costs
+
     def __init__(
         self,
         *,
@@ -290,7 +292,7 @@ class Suffix(Drafter[Text]):
             parents.append(parent)
             scores.append(-score)
             depths.append(depths[parent] + 1)
-        size = 1 + best_cut(scores[1:], self.costs).num_nodes  # best first, so the others stand at the end
+        size = 1 + best_cut(scores[1:], self.costs.shared(ask.rows)).num_nodes  # best first: the others stand last
         return TokenTree(torch.tensor(tokens[:size]), torch.tensor(parents[:size]), score=torch.tensor(scores[:size]))
 
     def _places(self, text: Text) -> list[Place]:

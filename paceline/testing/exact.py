@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.decode import Request, prefill, step
 from paceline.draft.base import Drafter
+from paceline.draft.costs import Costs
 from paceline.errors import BadRequest, IncompatibleDrafter, PacelineError
 from paceline.prefix import CHUNK
 from paceline.sampling import Draws, Sampler, SamplingParams
@@ -79,6 +80,7 @@ def exact_law(
     params: SamplingParams | None = None,
     depth: int = 23,
     budget: int = 23,
+    costs: Costs | None = None,
     num_passes: int | None = None,
     eos_ids: frozenset[int] = frozenset(),
     max_outcomes: int = 100_000,
@@ -94,6 +96,7 @@ def exact_law(
         length: tokens to emit (fewer where the text ends), at least 1.
         params: sampling settings; by default the target's law as it is. `max_tokens` becomes `length`.
         depth, budget: deepest draft and most nodes, as in `speculative_config`.
+        costs: what passes cost, to verify as much as pays; None verifies all that is drafted.
         num_passes: walk only so many passes and complete the text by the target's own law: much cheaper, and enough to
             prove a rule. None walks to the end of the text, which also shows what passes do to each other.
 
@@ -126,6 +129,7 @@ def exact_law(
                 rule=name,
                 depth=depth,
                 budget=budget,
+                costs=costs,
             )
             return _walked(target, request, draws, num_passes)
 
