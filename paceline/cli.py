@@ -1,4 +1,4 @@
-"""The command line: ``paceline pull``, ``generate``, ``chat``, ``certify``, ``bench`` and ``corpus``.
+"""The command line: ``paceline pull``, ``generate``, ``chat``, ``plan``, ``certify``, ``bench`` and ``corpus``.
 
 Everything heavy is imported inside the commands, so that ``paceline --help`` answers at once.
 """
@@ -465,6 +465,95 @@ def certify_prompts(path: Path | None) -> list[Prompt]:
     return [prompt for together in zip(*sets, strict=False) for prompt in together]
 
 
+@app.command()
+@takes(LOAD)
+def plan(
+    model: Model,
+    draft_model: Annotated[
+        str, typer.Option(metavar="MODEL", help="a smaller model that may draft", show_default=False)
+    ] = "",
+    methods: Annotated[str, typer.Option(help="consider only these, with commas", show_default=False)] = "",
+    prompts: Annotated[Path | None, typer.Option(help="a JSONL file of your prompts", show_default=False)] = None,
+    set_name: Annotated[
+        str, typer.Option("--set", help="humaneval, gsm8k, mt-bench, long, or SET:CATEGORY; else a mixture")
+    ] = "",
+    num_prompts: Annotated[int, typer.Option(min=1, help="how many, from the beginning")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=1, help="of each answer")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.0,
+    seed: Annotated[int, typer.Option(help="prompt i is sampled with seed + i")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="prompts answered side by side")] = 1,
+    verify: Annotated[bool, typer.Option("--verify", help="run the best choices, and show what they bring")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="write the plan, for --plan FILE and {'plan': FILE}")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="write a picture of it, FILE.png")] = None,
+    debug: Debug = False,
+    **asked: Any,
+) -> None:
+    """Measure this machine and your prompts for a few minutes, and say how to decode MODEL on it, or not to speculate.
+
+    The plan is followed by: paceline generate MODEL PROMPT --plan FILE
+    """
+    from rich.console import Console
+
+    from paceline.plan.record import check_output
+
+    if prompts and set_name:
+        raise BadRequest("--prompts and --set were both given; leave one out")
+    chosen = plan_prompts(prompts, set_name, num_prompts)
+    if batch > len(chosen):
+        raise BadRequest(f"--batch {batch} and {len(chosen)} prompts; give --num-prompts {batch} or more of them")
+    if json_file:
+        check_output(json_file)
+    if plot:
+        from paceline.plan.report import check_plot
+
+        check_plot(plot)
+    from paceline.plan.search import check_methods
+
+    check_methods(listed(methods) or None, draft_model or None)
+    choices = given(asked, LOAD) | {"reuse_prefix": False, "max_num_seqs": batch}
+    llm: Any = load(model, {"method": "none"}, choices, debug)
+    from paceline.plan import make_plan, report
+    from paceline.progress import stages
+
+    templated = bool(llm.tokenizer.chat_template)
+    texts = [prompt.messages() for prompt in chosen]
+    ids = [llm.chat_ids(said) if templated else list(llm.tokenizer(said[-1]["content"]).input_ids) for said in texts]
+    with stages() as progress:
+        found = make_plan(
+            llm,
+            ids,
+            draft_model=draft_model or None,
+            methods=listed(methods) or None,
+            temperature=temperature,
+            batch=batch,
+            max_tokens=max_tokens,
+            seed=seed,
+            verify=verify,
+            names=[prompt.id for prompt in chosen],
+            progress=progress,
+        )
+    console = Console(highlight=False)
+    console.print(report.table(found, console))
+    if plot:
+        report.plot(found, plot)
+        note(f"the picture is in {plot}")
+    if json_file:
+        found.write(json_file)
+        note(f"the plan is in {json_file}; follow it with --plan {json_file}")
+
+
+def plan_prompts(path: Path | None, name: str, count: int) -> list[Prompt]:
+    """The first prompts of a file or a set, or code, sums, stories and summaries in turn."""
+    from paceline.bench import prompts
+
+    if path or name:
+        return prompts.load(path or name)[:count]
+    sets = [prompts.load(each) for each in ("humaneval", "gsm8k", "mt-bench:writing", "long")]
+    return [prompt for together in zip(*sets, strict=False) for prompt in together][:count]
+
+
 @bench_app.command("run", hidden=True)
 @takes(SETTINGS, LOAD)
 def bench(
@@ -515,8 +604,9 @@ def bench(
 
 def configs(names: list[str], given: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Each method's config: what was given, without the keys that are for other methods."""
-    from paceline.draft import OWNERS
+    from paceline.draft import OWNERS as OF_METHODS
 
+    owners_of = OF_METHODS | {"plan": ("auto",)}
     uses = {"auto": {"suffix", "recycle", "draft_model"}, "compose": {"compose"}}
     if "compose" in names:
         uses["compose"] |= {one if isinstance(one, str) else one["method"] for one in given.get("drafters", ())}
@@ -526,10 +616,10 @@ def configs(names: list[str], given: dict[str, Any]) -> dict[str, dict[str, Any]
         if name != "none":
             own = uses.get(name, {name})
             mine = {k: v for k, v in given.items() if k != "method"}
-            found[name] |= {k: v for k, v in mine.items() if set(OWNERS.get(k, (name,))) & (own | {name})}
-    unused = [key for key in given if key in OWNERS and not any(key in config for config in found.values())]
+            found[name] |= {k: v for k, v in mine.items() if set(owners_of.get(k, (name,))) & (own | {name})}
+    unused = [key for key in given if key in owners_of and not any(key in config for config in found.values())]
     if unused:
-        owners = ", ".join(sorted({owner for key in unused for owner in OWNERS[key]}))
+        owners = ", ".join(sorted({owner for key in unused for owner in owners_of[key]}))
         raise BadRequest(f"{', '.join(unused)} given, but no method uses it; add {owners} to --methods")
     return found
 

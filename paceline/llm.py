@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from paceline.decode import Request, run
 from paceline.draft import Loaded, SpeculativeConfig, check_corpora
 from paceline.draft.base import Drafter
-from paceline.draft.costs import typical
+from paceline.draft.costs import Costs, Curve, typical
 from paceline.draft.pieces import Dictionary
 from paceline.draft.tuning import TEXT, tune
 from paceline.draft.vocabulary import check_vocabularies
@@ -183,15 +183,32 @@ class LLM:
 
     def _drafter(self, config: SpeculativeConfig) -> Drafter[Any]:
         if config not in self._drafters:
-            drafter = config.drafter(self._draft, self._prefixes is not None, typical(self.target.kernel.name))
-            check_corpora(drafter, self.tokenizer, self.source.name)
-            drafter.bind(self.target)
+            if config.planned is not None:
+                config.planned.check(self.target)
+            drafter = self.drafter_for(config, None if config.planned is None else config.planned.target)
             if len(self._drafters) == MOST_DRAFTERS:
                 del self._drafters[next(name for name in self._drafters if name != self._config)]
             self._drafters[config] = drafter
             used = {key for one in self._drafters for key in one.draft_keys}
             self._drafts = {key: draft for key, draft in self._drafts.items() if key in used}
         return self._drafters[config]
+
+    def drafter_for(self, config: SpeculativeConfig, curve: Curve | None = None) -> Drafter[Any]:
+        """A new drafter with these settings, bound to the target.
+
+        Args:
+            curve: what passes of the target cost, if they were measured.
+        """
+        usual = typical(self.target.kernel.name)
+        drafter = config.drafter(self._draft, self._prefixes is not None, usual, curve)
+        check_corpora(drafter, self.tokenizer, self.source.name)
+        drafter.bind(self.target)
+        return drafter
+
+    def _costs(self, config: SpeculativeConfig, drafter: Drafter[Any]) -> Costs:
+        """What passes cost: as planned, as the drafter knows, or as they do as a rule."""
+        known = drafter.costs or typical(self.target.kernel.name)
+        return known if config.planned is None else known.on(config.planned.target)
 
     def _draft(self, config: SpeculativeConfig) -> Loaded:
         """The draft model of a config, loaded and tuned once for all settings that use it."""
@@ -237,7 +254,8 @@ class LLM:
             job = _Job([], [])
             try:
                 job.prompt_ids = self._ids(prompt)
-                job.samples = self._samples(job.prompt_ids, one, processors, config, drafter)
+                costs = self._costs(config, drafter)
+                job.samples = self._samples(job.prompt_ids, one, processors, config, drafter, costs)
             except PacelineError as error:
                 errors.append(error)
                 job.error = str(error)
@@ -246,6 +264,19 @@ class LLM:
             raise errors[0]
         return jobs
 
+    def requests(
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        config: SpeculativeConfig,
+        drafter: Drafter[Any],
+        costs: Costs,
+    ) -> list[Request]:
+        """Requests of one text each with a drafter and costs of one's own, as `paceline.decode.run` takes them."""
+        return [
+            self._samples(ids, one, [()], config, drafter, costs)[0] for ids, one in zip(prompts, params, strict=True)
+        ]
+
     def _samples(
         self,
         prompt_ids: list[int],
@@ -253,6 +284,7 @@ class LLM:
         processors: list[tuple[Any, ...]],
         config: SpeculativeConfig,
         drafter: Drafter[Any],
+        costs: Costs,
     ) -> list[Request]:
         seed = fresh_seed() if params.seed is None else params.seed
         return [
@@ -266,6 +298,7 @@ class LLM:
                 rule=config.rejection_sample_method,
                 depth=config.depth,
                 budget=config.num_draft_tokens,
+                costs=costs,
                 text=Text(
                     self.tokenizer,
                     skip_special_tokens=params.skip_special_tokens,

@@ -95,6 +95,7 @@ SPECULATION = _panel(
     draft_dtype=(str, "draft_model: weights of bfloat16, int8 or int4; else what pays here"),
     draft_vocab_size=(int, "draft_model: score only the first so many ids; else what pays here"),
     rejection_sample_method=(str, "coupled (same seed, same text), block or standard"),
+    plan=(str, "auto: a file made by paceline plan, FILE.json"),
     speculative_config=(str, "all of these as one JSON object; options win"),
 )
 SETTINGS = {name: option for name, option in SPECULATION.items() if name != "method"}

@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 
@@ -40,6 +40,26 @@ def meter(label: str, total: int, progress: bool, unit: str | None = None) -> It
             yield lambda done: bar.update(task, completed=min(done, total))
     else:
         yield _lines(label, total, unit)
+
+
+@contextmanager
+def stages() -> Iterator[Callable[[str, int, int], None]]:
+    """A function that takes (stage, steps done, steps in all) and shows a meter for each stage."""
+    open_one: list[tuple[str, ExitStack, Callable[[int], None]]] = []
+
+    def tick(stage: str, done: int, total: int) -> None:
+        if open_one and open_one[0][0] != stage.split()[0]:
+            open_one.pop()[1].close()
+        if not open_one:
+            stack = ExitStack()
+            open_one.append((stage.split()[0], stack, stack.enter_context(meter(stage, total, True, unit="steps"))))
+        open_one[0][2](done)
+
+    try:
+        yield tick
+    finally:
+        if open_one:
+            open_one.pop()[1].close()
 
 
 def _lines(label: str, total: int, unit: str | None) -> Callable[[int], None]:

@@ -2,18 +2,20 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from paceline.draft.base import Drafter, NoDraft
 from paceline.draft.compose import Compose
 from paceline.draft.corpus import Corpus
-from paceline.draft.costs import Costs
+from paceline.draft.costs import Costs, Curve
 from paceline.draft.early_exit import EarlyExit
 from paceline.draft.lookahead import Lookahead
 from paceline.draft.model import DraftModel
 from paceline.draft.ngram import Ngram
 from paceline.draft.pieces import Dictionary
+from paceline.draft.planned import Planned
+from paceline.draft.planned import read as read_plan
 from paceline.draft.recycle import Recycle
 from paceline.draft.suffix import Suffix
 from paceline.draft.translate import Translated
@@ -23,7 +25,7 @@ from paceline.target import HFTarget
 
 LATER = frozenset(
     [
-        *("medusa_choices", "plan"),
+        "medusa_choices",
         "draft_temperature",
     ]
 )
@@ -110,6 +112,11 @@ class SpeculativeConfig:
     """The members of compose: method names, dicts of settings, or `Drafter` objects."""
     rejection_sample_method: str = "coupled"
     """coupled (same seed, same text), block or standard (same distribution)."""
+    plan: Any = None
+    """A file made by `paceline plan`, for method auto: what was measured to be best for this model on this machine.
+    num_speculative_tokens and num_draft_tokens cap it."""
+    planned: Planned | None = field(default=None, init=False, repr=False)
+    """What the plan says."""
 
     @classmethod
     def read(cls, given: "Mapping[str, Any] | SpeculativeConfig | None") -> "SpeculativeConfig":
@@ -125,7 +132,7 @@ class SpeculativeConfig:
         if not isinstance(given, Mapping):
             wish = given if isinstance(given, str) and given in METHODS else "suffix"
             raise BadRequest(f"speculative_config is {given!r}; a dict such as {{'method': {wish!r}}} is needed")
-        known = [field.name for field in fields(cls)]
+        known = [f.name for f in fields(cls) if f.init]
         for key in given:
             if key in LATER:
                 raise BadRequest(f"speculative_config key {key!r} is not available in this version; known: {known}")
@@ -154,6 +161,8 @@ class SpeculativeConfig:
                 f"{nearest(str(self.rejection_sample_method), RULE_NAMES)}; choose from {RULE_NAMES}"
             )
         asked = self.method
+        if self.plan is not None:
+            self._follow_plan()
         if self.method == "auto":
             self._resolve_auto()
         if self.method == "compose":
@@ -188,6 +197,22 @@ class SpeculativeConfig:
     def _resolve_auto(self) -> None:
         """What is at hand: suffix with a draft model where one is given, else with what the target had in mind."""
         self._set(method="compose", drafters=("suffix", "recycle" if self.model is None else "draft_model"))
+
+    def _follow_plan(self) -> None:
+        """The settings of a plan; lengths that are given beside it are the most there may be."""
+        if self.method != "auto":
+            raise BadRequest(f"plan says what method auto is to do; the method is {self.method!r}: leave one out")
+        if not isinstance(self.plan, str | os.PathLike):
+            raise BadRequest(f"plan={self.plan!r} was given; the path of a plan file is needed")
+        own = ("method", "plan", "planned", "num_speculative_tokens", "num_draft_tokens", "tree_depth")
+        beside = [f.name for f in fields(self) if f.name not in own and getattr(self, f.name) != f.default]
+        if beside:
+            raise BadRequest(f"{', '.join(beside)} given beside plan, which says that itself; leave one out")
+        planned = read_plan(os.fspath(self.plan))
+        for name, value in planned.settings.items():
+            cap = getattr(self, name)
+            self._set(**{name: value if cap == _default(name) or name not in own[3:] else min(cap, value)})
+        self._set(plan=planned.path, planned=planned)
 
     def _check_owners(self, asked: object) -> None:
         """No key that the method has no use for."""
@@ -270,13 +295,20 @@ class SpeculativeConfig:
         own = ((self.model, self.draft_dtype, self.draft_vocab_size),) if self.method == "draft_model" else ()
         return own + tuple(key for member in self.drafters for key in member.draft_keys)
 
-    def drafter(self, load: Load | None = None, reuse_prefix: bool = True, costs: Costs | None = None) -> Drafter[Any]:
+    def drafter(
+        self,
+        load: Load | None = None,
+        reuse_prefix: bool = True,
+        costs: Costs | None = None,
+        curve: Curve | None = None,
+    ) -> Drafter[Any]:
         """A drafter with these settings.
 
         Args:
             load: loads draft models; needed for draft_model.
             reuse_prefix: whether it may keep what it read of recent texts.
             costs: what passes cost where no draft model was measured.
+            curve: what passes of the target cost, if they were measured by themselves.
         """
         if isinstance(self.method, Drafter):
             return self.method
@@ -286,6 +318,8 @@ class SpeculativeConfig:
             return Ngram(self.prompt_lookup_max, self.prompt_lookup_min)
         known = [load(one).costs for one in (self, *self.drafters) if load is not None and one.method == "draft_model"]
         costs = next((one for one in known if one is not None), costs)
+        if curve is not None:
+            costs = (costs or Costs()).on(curve)
         if self.method == "suffix":
             depth, cached = self.suffix_decoding_max_tree_depth, self.suffix_decoding_max_cached_requests
             return Suffix(max_depth=depth, cached_requests=cached, corpus=self.corpus, costs=costs)
@@ -302,7 +336,7 @@ class SpeculativeConfig:
                 costs=costs,
             )
         if self.method == "compose":
-            members = [one.drafter(load, reuse_prefix, costs) for one in self.drafters]
+            members = [one.drafter(load, reuse_prefix, costs, curve) for one in self.drafters]
             return Compose(members, rule=self.rejection_sample_method, costs=costs)
         assert load is not None, "whoever resolves names loads the draft model"
         draft = load(self)
@@ -336,7 +370,7 @@ def _either(methods: tuple[str, ...]) -> str:
 def _member(given: Any) -> dict[str, Any]:
     """The settings of one member of a composition."""
     if isinstance(given, SpeculativeConfig):
-        changed = ((field.name, getattr(given, field.name)) for field in fields(given))
+        changed = ((f.name, getattr(given, f.name)) for f in fields(given) if f.init)
         settings = {name: value for name, value in changed if value != _default(name)} | {"method": given.method}
     else:
         settings = dict(given) if isinstance(given, Mapping) else {"method": given}
@@ -350,4 +384,4 @@ def _member(given: Any) -> dict[str, Any]:
 
 
 def _default(name: str) -> Any:
-    return next(field.default for field in fields(SpeculativeConfig) if field.name == name)
+    return next(f.default for f in fields(SpeculativeConfig) if f.name == name)

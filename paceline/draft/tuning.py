@@ -23,6 +23,7 @@ from torch import Tensor
 from paceline.draft.costs import Costs, Curve
 from paceline.errors import BadRequest
 from paceline.files import write_atomically
+from paceline.kernels.machine import machine_name
 from paceline.kernels.quantised import BITS, why_not
 from paceline.model_cache import home
 from paceline.sampling import Sampler, SamplingParams
@@ -229,22 +230,12 @@ def _timed(
 
 def _key(target: HFTarget, draft: HFTarget, own: list[int] | None) -> str:
     """What the numbers depend on: both models, what laws were compared, the machine, its threads, the framework."""
-    parts: list[Any] = [VERSION, torch.__version__, torch.get_num_threads(), _machine(), why_not(draft.model)]
+    parts: list[Any] = [VERSION, torch.__version__, torch.get_num_threads(), machine_name(), why_not(draft.model)]
     parts += [] if own is None else [FOREIGN, own]
     for model in (target, draft):
         sample = model.model.get_output_embeddings().weight[0, :8].float().tolist()
         parts += [model.model.config.to_json_string(), model.weight_bytes, model.kernel.name, str(model.device), sample]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
-
-
-def _machine() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next((line for line in file if line.startswith("model name")), "")
-    except OSError:
-        return ""
 
 
 def _stored(target: HFTarget, draft: HFTarget, own: list[int] | None) -> Tuning | None:
