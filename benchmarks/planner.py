@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import paceline.llm
 from paceline import LLM, SamplingParams, TokenTree
 from paceline.bench import prompts
 from paceline.bench.measure import Contender, Method, environment, measure
@@ -63,6 +64,7 @@ def main() -> None:
         print(tables(json.loads(args.table.read_text(encoding="utf-8"))))
         return
     llm = LLM(args.model, speculative_config=None, reuse_prefix=False)
+    paceline.llm.MOST_DRAFTERS = 64  # else those of a long sweep are made anew in turns
     found = []
     for name in args.sets.split(","):
         part = args.json.with_name(f"{args.json.stem}-{name.partition(':')[0]}.json")

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,24 @@ def test_rows_are_timed_side_by_side() -> None:
     assert max(found.widths) == 8
     assert found.cost[:2] == ((1, 1.0), (8, 1.0))
     assert Costs(target=found.cost).shared(8).verify(5) == pytest.approx(stairs(40) / stairs(8))
+
+
+def test_a_curve_to_draft_by_never_falls() -> None:
+    """By brute force over all ways to cut it into blocks of means, and untouched where it rises anyway."""
+    chance = torch.Generator().manual_seed(1)
+    assert curves.rising([1.0, 1.0, 2.0, 5.0]) == [1.0, 1.0, 2.0, 5.0]
+    for _ in range(20):
+        values = (1 + torch.rand(6, generator=chance)).tolist()
+        best = math.inf
+        for cuts in range(2**5):
+            edges = [0, *(i + 1 for i in range(5) if cuts >> i & 1), 6]
+            means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+            if means == sorted(means):
+                found = [mean for mean, (a, b) in zip(means, pairwise(edges), strict=True) for _ in range(b - a)]
+                best = min(best, sum((x - y) ** 2 for x, y in zip(values, found, strict=True)))
+        rising = curves.rising(values)
+        assert all(a <= b + 1e-12 for a, b in pairwise(rising))
+        assert sum((x - y) ** 2 for x, y in zip(values, rising, strict=True)) == pytest.approx(best)
 
 
 def test_the_interval_of_a_median() -> None:

@@ -70,9 +70,21 @@ class Measured:
 
     @property
     def cost(self) -> Curve:
-        """The curve as drafting goes by: (tokens of all rows together, cost in passes over a single one)."""
-        points = [(self.rows * n, seconds / self.single) for n, seconds in self.curve]
+        """The curve as drafting goes by: (tokens of all rows together, cost in passes over a single one), rising."""
+        seconds = rising([seconds for _, seconds in self.curve])
+        points = [(self.rows * n, cost / self.single) for n, cost in zip(self.widths, seconds, strict=True)]
         return tuple(points) if self.rows == 1 else ((1, 1.0), *points)
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """The closest numbers, by squares, that never fall: neighbours in the wrong order get their mean."""
+    blocks: list[tuple[float, int]] = []
+    for value in values:
+        blocks.append((value, 1))
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (a, m), (b, n) = blocks[-2:]
+            blocks[-2:] = [((a * m + b * n) / (m + n), m + n)]
+    return [mean for mean, count in blocks for _ in range(count)]
 
 
 def interval(values: Sequence[float] | npt.NDArray[np.float64], draws: int = 400) -> float:
@@ -128,11 +140,10 @@ def measure(
 
 
 def _gap(seconds: dict[int, float]) -> int | None:
-    """The middle of the steepest step between neighbours that are not side by side."""
-    widths = sorted(seconds)
-    steps = [(seconds[b] / seconds[a], a, b) for a, b in pairwise(widths) if b - a > 1]
-    steepest = max((step for step in steps if step[0] > STEP), default=None)
-    return None if steepest is None else (steepest[1] + steepest[2]) // 2
+    """The middle of the first step up between neighbours that are not side by side: low ones matter more."""
+    steps = (a + b for a, b in pairwise(sorted(seconds)) if b - a > 1 and seconds[b] > STEP * seconds[a])
+    first = next(steps, None)
+    return None if first is None else first // 2
 
 
 class Probe:

@@ -52,6 +52,8 @@ class Plan:
     """Tokens in the cache of each row while passes were timed."""
     cost_curve: list[tuple[int, float]]
     """(tokens of a row, seconds of a pass), measured."""
+    drafting_curve: list[tuple[int, float]]
+    """(tokens of all rows, cost in passes over a single one): what drafting goes by, in the replays and with the plan."""
     single_seconds: float
     """A pass over one token of one row."""
     noise: float

@@ -5,7 +5,8 @@ a recorded text, all probability lies on the token that the target wrote next. U
 depend on its drafter, so the walk, the budgets and the number of passes are those of a real run, and what a pass costs
 is read off the measured curve.
 
-Drafters that look into the target's logits, its hidden states or its layers see nothing here, and are run instead.
+Heads that read the target's hidden states get those of the recorded text. Drafters that look into its logits or run its
+layers see nothing here, and are run instead.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from paceline.cache import KVCache
@@ -33,10 +34,14 @@ class Pass(NamedTuple):
 
 
 def can_replay(drafter: Drafter[Any]) -> bool:
-    """Whether a drafter needs nothing of the target but the tokens it writes."""
+    """Whether a drafter needs nothing of the target but the tokens it writes and the states behind them."""
     members = drafter.drafters if isinstance(drafter, Compose) else (drafter,)
     return not any(
-        one.taps or one.reads_logits or one.top_scored or isinstance(one, Lookahead | EarlyExit) for one in members
+        one.reads_logits
+        or list(one.taps) != sorted(one.taps)
+        or one.top_scored
+        or isinstance(one, Lookahead | EarlyExit)
+        for one in members
     )
 
 
@@ -48,12 +53,13 @@ class Replay:
     Args:
         like: the target that wrote the texts.
         texts: prompt and answer of each, at least two tokens of prompt.
+        states: what `tapped` found of each text, for drafters with taps.
     """
 
-    def __init__(self, like: Any, texts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, like: Any, texts: Sequence[Sequence[int]], states: Sequence[Tensor] = ()) -> None:
         self.vocab_size, self.hidden_size = like.vocab_size, like.hidden_size
         self.max_positions, self.kernel = like.max_positions, like.kernel
-        self.texts = [list(text) for text in texts]
+        self.texts, self.states = [list(text) for text in texts], list(states)
         self.passes: list[Pass] = []
         """All that was read behind prompts, in order."""
         self._begun = 0
@@ -86,15 +92,20 @@ class Replay:
         cache.finish()
         if mask is not None:
             self.passes.append(Pass(rows, size))
+        hidden = None
+        if taps:
+            places = (torch.tensor(cache.lengths)[:, None] + offsets).clamp(min=0)
+            known = [self.states[int(number)] for number in held]
+            hidden = torch.stack([own[at.clamp(max=len(own) - 1)] for own, at in zip(known, places, strict=True)])
         if not logits:
-            return Seen(torch.zeros(rows, 0, self.vocab_size), None)
+            return Seen(torch.zeros(rows, 0, self.vocab_size), hidden)
         found = torch.full((rows, size, self.vocab_size), -torch.inf)
         for row in range(rows):
             text, length = self.texts[int(held[row])], cache.lengths[row]
             for slot, offset in enumerate(offsets[row].tolist()):
                 behind = length + offset + 1
                 found[row, slot, text[behind] if behind < len(text) else 0] = 0.0
-        return Seen(found, None)
+        return Seen(found, hidden)
 
     def embed(self, tokens: Int64[Tensor, "..."]) -> Tensor:
         """There is nothing to embed with."""
@@ -103,6 +114,17 @@ class Replay:
     def unembed(self, hidden: Tensor) -> Tensor:
         """Nor to score with."""
         raise NotImplementedError("a replay has no weights")
+
+
+def tapped(target: Any, ids: Sequence[int], taps: Sequence[int], chunk: int = 512) -> Float[Tensor, "N TH"]:
+    """The target's hidden states behind each token of a text but the last, those of all taps side by side."""
+    cache, parts = target.new_cache(1, len(ids)), []
+    for begin in range(0, len(ids) - 1, chunk):
+        part = torch.tensor([list(ids[begin : min(begin + chunk, len(ids) - 1)])])
+        size = part.shape[1]
+        parts.append(target.forward(part, torch.arange(size)[None], None, cache, taps, logits=False).hidden[0])
+        cache.commit([range(size)])
+    return torch.cat(parts)
 
 
 @contextmanager

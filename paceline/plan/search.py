@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline.decode import Request, run
-from paceline.draft import SpeculativeConfig
+from paceline.draft import HEADS, SpeculativeConfig, method_of
 from paceline.draft.costs import Costs
 from paceline.draft.planned import place
 from paceline.errors import BadRequest
@@ -28,10 +28,12 @@ from paceline.output import RequestOutput
 from paceline.plan import curve as curves
 from paceline.plan.curve import STEP, Measured
 from paceline.plan.record import Choice, Plan
-from paceline.plan.replay import Pass, Replay, can_replay, watched
+from paceline.plan.replay import Pass, Replay, can_replay, tapped, watched
 from paceline.sampling import SamplingParams
 from paceline.theory import step_seconds
 
+WITH_MODEL = ("draft_model", *HEADS)
+"""Methods that a model or a head is needed for."""
 LEAST_TOKENS = 8
 """Answers must have this many tokens on average to say anything."""
 USUAL = 23
@@ -46,7 +48,7 @@ PROMISING = 0.85
 """Of the best choice's speed-up."""
 PAYS = 1.02
 """Speed-up from which speculation is worth it: below, plain decoding is simpler and no slower."""
-SAME = 0.01
+SAME = 0.03
 """Speed-ups this close are the same; the simpler choice is taken."""
 
 
@@ -175,7 +177,7 @@ def check_methods(methods: Sequence[str] | None, draft_model: Any) -> None:
         if method == "compose" and draft_model is None:
             raise BadRequest("method 'compose' puts a draft model beside suffix; give the draft model")
         if method != "compose":
-            own = {"model": draft_model} if method == "draft_model" and draft_model is not None else {}
+            own = {"model": draft_model} if method in WITH_MODEL and draft_model is not None else {}
             SpeculativeConfig.read({"method": method} | own)
 
 
@@ -199,6 +201,7 @@ class _Search:
         self.traces: list[Trace] = []
         self.measured: Measured
         self.notes: list[str] = []
+        self._tapped: dict[tuple[int, tuple[int, ...]], Any] = {}
 
     # -- the run -----------------------------------------------------------------------------------------------
 
@@ -255,6 +258,7 @@ class _Search:
             rows=self.batch,
             context=self.measured.context,
             cost_curve=self.measured.curve,
+            drafting_curve=list(self.curve),
             single_seconds=self.measured.single,
             noise=self.measured.noise,
             bandwidth=self.bandwidth,
@@ -324,10 +328,10 @@ class _Search:
     # -- what to try -------------------------------------------------------------------------------------------
 
     def _sizes(self) -> list[int]:
-        """Nodes per pass worth trying: the last ones before the curve's highest steps, and the default."""
+        """Nodes per pass worth trying: the last ones before the curve steps up, lowest first, and the default."""
         points = self.measured.curve
-        steps = sorted(((high / low, n - 1) for (n, low), (_, high) in pairwise(points) if n > 2), reverse=True)
-        sizes = {size for step, size in steps[:SIZES] if step > STEP}
+        steps = [n - 1 for (n, low), (m, high) in pairwise(points) if n > 2 and m == n + 1 and high > STEP * low]
+        sizes = set(steps[:SIZES])
         room = points[-1][0] - 1
         most = room if self.batch == 1 else max(1, 32 // self.batch - 1)
         return sorted({min(size, most) for size in sizes | {USUAL}})
@@ -350,13 +354,13 @@ class _Search:
         for size in sizes:
             add("suffix", num_draft_tokens=size)
         if self.draft_model is not None:
-            model = self.draft_model
+            method, model = method_of(self.draft_model), self.draft_model
             for size in sizes:
-                add("draft_model", model=model, num_draft_tokens=size)
-            for depth in DEPTHS:
-                add("draft_model", model=model, num_draft_tokens=max(USUAL, depth), num_speculative_tokens=depth)
+                add(method, model=model, num_draft_tokens=size)
+            for depth in DEPTHS if method != "medusa" else ():
+                add(method, model=model, num_draft_tokens=max(USUAL, depth), num_speculative_tokens=depth)
             for size in sizes:
-                add("compose", drafters=["suffix", {"method": "draft_model", "model": model}], num_draft_tokens=size)
+                add("compose", drafters=["suffix", {"method": method, "model": model}], num_draft_tokens=size)
         best = min(sizes, key=lambda size: (abs(size - USUAL), size))
         add("recycle", num_draft_tokens=best)
         for size in {sizes[0], best} if self.batch == 1 else {best}:
@@ -399,7 +403,8 @@ class _Search:
         drafter = self._drafter(config)
         for numbers in self._batches():
             texts = [self.traces[number].text for number in numbers]
-            target = Replay(self.llm.target, texts)
+            states = [self._states(number, drafter.taps) for number in numbers] if drafter.taps else []
+            target = Replay(self.llm.target, texts, states)
             rows = self.llm.requests(
                 [self.prompts[number] for number in numbers],
                 self._params(numbers),
@@ -420,6 +425,13 @@ class _Search:
             parts = [read + scale * outcome.parts[0], *(scale * part for part in outcome.parts[1:])]
             found.append(outcome._replace(parts=parts, drafting=scale * outcome.drafting))
         return found
+
+    def _states(self, number: int, taps: Sequence[int]) -> Any:
+        """The target's states behind a recorded text, found once."""
+        key = (number, tuple(taps))
+        if key not in self._tapped:
+            self._tapped[key] = tapped(self.llm.target, self.traces[number].text, taps)
+        return self._tapped[key]
 
     def _ran(self, one: Tried, count: int) -> list[Outcome]:
         """The drafter with the target itself; its passes are priced as those of replays are."""
