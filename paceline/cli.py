@@ -1,4 +1,5 @@
-"""The command line: ``paceline pull``, ``generate``, ``chat``, ``plan``, ``certify``, ``bench`` and ``corpus``.
+"""The command line: ``paceline pull``, ``generate``, ``chat``, ``plan``, ``certify``,
+``bench``, ``inspect`` and ``corpus``.
 
 Everything heavy is imported inside the commands, so that ``paceline --help`` answers at once.
 """
@@ -7,6 +8,7 @@ import json
 import math
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,13 @@ from paceline import options
 from paceline.bench.measure import Engine, forward_in_use
 from paceline.bench.prompts import Prompt
 from paceline.bench.records import Settings
-from paceline.errors import BadRequest, IncompatibleDrafter, ModelNotFound, PacelineError, UnsupportedModel
+from paceline.errors import (
+    BadRequest,
+    IncompatibleDrafter,
+    ModelNotFound,
+    PacelineError,
+    UnsupportedModel,
+)
 from paceline.options import (
     BATCH,
     LOAD,
@@ -227,9 +235,24 @@ def load(model: str, config: dict[str, Any], choices: dict[str, Any], debug: boo
         quiet.set_verbosity_error()
     if config:
         choices = {"speculative_config": config} | choices
-    llm: Engine = LLM(model, **choices)
+    with warnings.catch_warnings():
+        warnings.showwarning = _telling(warnings.showwarning)
+        llm: Engine = LLM(model, **choices)
     note(f"{llm.source.note or llm.source.name}; {forward_in_use(llm.target.kernel)}")
     return llm
+
+
+def _telling(usual: Any) -> Any:
+    """A way to show warnings that says those about heads as notes, all others as usual."""
+    from paceline.draft.self_check import DoubtfulHead
+
+    def show(text: Warning | str, kind: type[Warning], *rest: Any) -> None:
+        if issubclass(kind, DoubtfulHead):
+            note(str(text))
+        else:
+            usual(text, kind, *rest)
+
+    return show
 
 
 def checked(output: RequestOutput) -> RequestOutput:
@@ -685,6 +708,65 @@ def bench_compare(
     from paceline.bench import report
 
     Console(highlight=False).print(report.compare(report.read(a), report.read(b), force))
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="the folder of a head, or its weights file")],
+    target: Annotated[
+        str, typer.Option(metavar="MODEL", help="the model that it is to draft for", show_default=False)
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+    debug: Debug = False,
+) -> None:
+    """Say what a draft head holds, and whether it fits a model; exit 1 if it does not.
+
+    Only the model's config and tokenizer are read. What the head guesses is looked at when it is loaded.
+    """
+    from paceline import formats
+
+    head = formats.read_head(path)
+    about = formats.describe(head)
+    doubts: list[str] = []
+    misfit = ""
+    if target:
+        try:
+            doubts = fitting(head, target)
+        except IncompatibleDrafter as error:
+            misfit = str(error)
+        about |= {"target": target, "fits": not misfit, "doubts": [misfit] if misfit else doubts}
+    if as_json:
+        print(json.dumps(about))
+    else:
+        print(formats.description(head))
+        if target:
+            print(f"target       {target}: " + (f"does not fit: {misfit}" if misfit else "fits"))
+        for doubt in doubts:
+            print(f"doubt        {doubt}")
+    raise typer.Exit(FAILED if misfit else DONE)
+
+
+def fitting(head: Any, model: str) -> list[str]:
+    """What is doubtful about a head for a model, of which no weights are read."""
+    from transformers import AutoConfig
+
+    from paceline import formats
+    from paceline.models import load_tokenizer, resolve
+
+    source = resolve(model, progress=True)
+    config = AutoConfig.from_pretrained(source.path, local_files_only=True, trust_remote_code=False).get_text_config()
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    return formats.check_fits(
+        head,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        num_layers=config.num_hidden_layers,
+        rope_theta=rope.get("rope_theta"),
+        rope_scaling=rope if rope.get("rope_type", "default") != "default" else None,
+        max_position_embeddings=getattr(config, "max_position_embeddings", None),
+        model=source.name,
+        tokenizer=load_tokenizer(source),
+    )
 
 
 @corpus_app.command("build")

@@ -3,6 +3,7 @@
 import copy
 import os
 import reprlib
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +18,12 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from paceline.decode import Request, run
 from paceline.draft import Loaded, SpeculativeConfig, check_corpora
 from paceline.draft.base import Drafter
+from paceline.draft.compose import Compose
 from paceline.draft.costs import Costs, Curve, typical
+from paceline.draft.eagle import Eagle
+from paceline.draft.medusa import Medusa
 from paceline.draft.pieces import Dictionary
+from paceline.draft.self_check import DoubtfulHead, self_check
 from paceline.draft.tuning import TEXT, tune
 from paceline.draft.vocabulary import check_vocabularies
 from paceline.errors import BadRequest, IncompatibleDrafter, PacelineError, check_whole
@@ -35,6 +40,8 @@ Config = Mapping[str, Any] | SpeculativeConfig | None
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 AUTO = SpeculativeConfig()
+LOOK = 256
+"""Tokens of the text that a head is held against its target on."""
 MOST_DRAFTERS = 8
 """Settings whose drafters are kept ready; the oldest goes first, the LLM's own stays."""
 
@@ -114,6 +121,7 @@ class LLM:
         # One drafter per setting, bound once: weights live in it, text does not.
         self._drafters: dict[SpeculativeConfig, Drafter[Any]] = {}
         self._drafts: dict[tuple[Any, ...], Loaded] = {}
+        self._checked: set[str] = set()
         self._drafter(self._config)
 
     @property
@@ -203,7 +211,17 @@ class LLM:
         drafter = config.drafter(self._draft, self._prefixes is not None, usual, curve)
         check_corpora(drafter, self.tokenizer, self.source.name)
         drafter.bind(self.target)
+        self._check_heads(drafter)
         return drafter
+
+    def _check_heads(self, drafter: Drafter[Any]) -> None:
+        """Hold heads against the target, each once, and say what looks wrong."""
+        for one in drafter.drafters if isinstance(drafter, Compose) else (drafter,):
+            if isinstance(one, Medusa | Eagle) and str(one.head.source) not in self._checked:
+                self._checked.add(str(one.head.source))
+                ids = list(self.tokenizer(TEXT).input_ids)[: min(LOOK, self.max_model_len)]
+                if (warning := self_check(self.target, one, ids).warning) is not None:
+                    warnings.warn(warning, DoubtfulHead, stacklevel=2)
 
     def _costs(self, config: SpeculativeConfig, drafter: Drafter[Any]) -> Costs:
         """What passes cost: as planned, as the drafter knows, or as they do as a rule."""

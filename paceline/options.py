@@ -77,7 +77,7 @@ SAMPLING = _panel(
 SPECULATION = _panel(
     "Speculation",
     method=(str, "auto (the default), none, ngram, suffix, recycle, lookahead, early_exit, draft_model or compose"),
-    draft_model=(str, "a smaller model that guesses, named as MODEL is"),
+    draft_model=(str, "a smaller model that guesses, named as MODEL is, or the folder of a head"),
     drafters=(list[str], "compose: its members, repeated or with commas: suffix, recycle, draft_model, ..."),
     num_speculative_tokens=(int, "depth: most tokens guessed in a row"),
     num_draft_tokens=(int, "most guesses verified in one pass"),
@@ -90,8 +90,9 @@ SPECULATION = _panel(
     ngram_size=(int, "lookahead: tokens of an n-gram"),
     guess_set_size=(int, "lookahead: n-grams verified in a pass"),
     exit_layer=(int, "early_exit: how many of the model's layers guess; else half of them"),
-    tree_top_k=(int, "draft_model, early_exit: guesses tried side by side at each place"),
-    tree_depth=(int, "draft_model, early_exit: how deep the tree of guesses goes"),
+    tree_top_k=(int, "draft_model, heads, early_exit: guesses tried side by side at each place"),
+    tree_depth=(int, "draft_model, heads, early_exit: how deep the tree of guesses goes"),
+    medusa_choices=(str, "medusa: a fixed tree as JSON, such as [[0], [0, 0], [1]]; else the best one"),
     draft_dtype=(str, "draft_model: weights of bfloat16, int8 or int4; else what pays here"),
     draft_vocab_size=(int, "draft_model: score only the first so many ids; else what pays here"),
     rejection_sample_method=(str, "coupled (same seed, same text), block or standard"),
@@ -176,6 +177,11 @@ def speculation(params: Mapping[str, Any]) -> dict[str, Any]:
         options["model"] = options.pop("draft_model")
     if "drafters" in options:
         options["drafters"] = [name for text in options["drafters"] for name in listed(text)]
+    if "medusa_choices" in options:
+        try:
+            options["medusa_choices"] = json.loads(options["medusa_choices"])
+        except json.JSONDecodeError as error:
+            raise BadRequest(f"--medusa-choices {options['medusa_choices']!r} is not JSON ({error})") from None
     return (json_object(text, "--speculative-config") if text else {}) | options
 
 

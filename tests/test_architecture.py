@@ -32,8 +32,9 @@ SPINE = {
     "text": (),
     "kernels": ("kernels", "model_cache", "cache"),  # the cache folder, where what was compiled is kept
     "layers": (),
+    "formats": ("formats", "files"),
     "target": ("cache", "tree", "kernels", "layers"),
-    "draft": ("draft", "prefix", "tree", "sampling", "cache", "target", "kernels", "model_cache", "files"),
+    "draft": ("draft", "prefix", "tree", "sampling", "cache", "target", "kernels", "model_cache", "files", "formats"),
     "decode": ("draft", "tree", "sampling", "verify", "cache", "prefix", "text", "target"),
 }
 MODEL_FREE = {
@@ -42,6 +43,7 @@ MODEL_FREE = {
     "draft.automaton",
     "draft.suffix",
     "draft.costs",
+    "draft.budget",
     "draft.hits",
     "draft.compose",
     "draft.lookahead",
@@ -58,6 +60,7 @@ THIRD_PARTY = {
     "params": set(),
     "processors": {"torch", "transformers"},
     "text": {"transformers"},
+    "formats": {"torch", "safetensors"},
     "kernels": {"torch", "transformers"},
     "layers": {"torch", "transformers"},
     "target": {"torch", "transformers"},

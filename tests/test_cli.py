@@ -322,7 +322,10 @@ def test_an_error_of_the_request_is_told(loaded: Loaded, monkeypatch: pytest.Mon
         (["generate", "m", "x", "-n", "2", "--compare"], "--show and --compare follow one text"),
         (["generate", "m", "x", "--logprobs", "2"], "--logprobs is printed as JSON only; add --json"),
         (["generate", "m", "x", "--allowed-token-ids", "a"], "--allowed-token-ids needs whole numbers, not 'a'"),
-        (["bench", "m", "--draft-model", "small"], "model given, but no method uses it; add draft_model to --methods"),
+        (
+            ["bench", "m", "--draft-model", "small"],
+            "model given, but no method uses it; add draft_model, eagle",
+        ),
         (["bench", "m", "--method", "ngram"], "No such option: --method"),
         (["generate", "m", "x", "--json", "--show"], "--json prints one object and nothing else"),
         (["generate", "m", "@no-such-file"], "cannot read the prompt file 'no-such-file': No such file"),
@@ -413,7 +416,7 @@ def test_help_without_arguments() -> None:
 
 def test_only_the_commands_of_this_version_are_there() -> None:
     text = paceline("--help").stdout
-    assert not [name for name in ("train", "serve", "inspect") if f" {name} " in text]
+    assert not [name for name in ("train", "serve") if f" {name} " in text]
 
 
 def test_pull_prints_the_path_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -318,7 +318,7 @@ def itself() -> dict[str, Any]:
         ({"method": "compose", "drafters": ["suffix", "draft_model"]}, "needs the draft model"),
         (
             {"method": "compose", "drafters": ["suffix"], "model": "m"},
-            "model is for method 'draft_model', which is none",
+            "model is for method 'draft_model' or 'medusa' or 'eagle' or 'eagle3', which is none",
         ),
         (
             {"method": "compose", "drafters": [{"method": "ngram", "promt_lookup_max": 3}]},

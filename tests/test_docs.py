@@ -120,6 +120,8 @@ def test_every_sampling_parameter_is_described_with_its_default() -> None:
 def test_every_key_of_speculative_config_is_described() -> None:
     methods, drafts = _rows("methods.md"), _rows("draft-models.md")
     for field in dataclasses.fields(SpeculativeConfig):
+        if not field.init:
+            continue  # made of the others
         assert field.name in methods, field.name
         if methods[field.name][0]:
             assert methods[field.name][0] == f"`{json.dumps(field.default)}`".replace("null", "None"), field.name

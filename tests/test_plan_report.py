@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.errors import BadRequest
-from paceline.plan import Choice, Plan
-from paceline.plan import report
+from paceline.plan import Choice, Plan, report
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -67,7 +66,7 @@ def test_a_table_has_what_decides(width: int) -> None:
     lines = text.splitlines()
     assert "a pass over one token takes 100 ms (200 tokens of context)" in text
     assert "the least is 80 ms, at 20.0 GB/s" in " ".join(text.split())
-    assert next(line for line in lines if line.startswith("tokens  ") or line.startswith("tokens 1")).split()[1:] == [
+    assert next(line for line in lines if line.startswith(("tokens  ", "tokens 1"))).split()[1:] == [
         "1",
         "2",
         "16",

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -20,6 +21,7 @@ class OwnLaws(ToyTarget):
     def __init__(self, target: HFTarget) -> None:
         super().__init__(lambda text: (), target.vocab_size, max_positions=target.max_positions)
         self.target = target
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
 
     def law(self, text: Sequence[int]) -> Float[Tensor, "V"]:
         """See `ToyTarget`; raw logits may lie anywhere, so they are made a law by softmax."""
@@ -29,3 +31,24 @@ class OwnLaws(ToyTarget):
         if text not in self._logits:
             self._logits[text] = read(self.target, text)
         return self._logits[text]
+
+    def _states(
+        self, texts: list[list[tuple[int, ...] | None]], found: Float[Tensor, "B N V"], taps: tuple[int, ...]
+    ) -> Float[Tensor, "B N TH"]:
+        """The model's own; a text that is read gives those of all its beginnings."""
+        width = self.target.hidden_size * len(taps)
+        states = torch.full((*found.shape[:2], width), torch.nan, dtype=self.target.dtype)
+        places = [
+            (text, row, slot) for row, own in enumerate(texts) for slot, text in enumerate(own) if text is not None
+        ]
+        for text, row, slot in sorted(places, key=lambda place: -len(place[0])):
+            if (taps, text) not in self._known:
+                size, cache = len(text), self.target.new_cache(1, len(text))
+                seen = self.target.forward(
+                    torch.tensor([text]), torch.arange(size)[None], None, cache, taps, logits=False
+                )
+                assert seen.hidden is not None
+                for end in range(size):
+                    self._known.setdefault((taps, text[: end + 1]), seen.hidden[0, end])
+            states[row, slot] = self._known[taps, text]
+        return states

@@ -9,8 +9,10 @@ from paceline.draft.base import Drafter, NoDraft
 from paceline.draft.compose import Compose
 from paceline.draft.corpus import Corpus
 from paceline.draft.costs import Costs, Curve
+from paceline.draft.eagle import Eagle
 from paceline.draft.early_exit import EarlyExit
 from paceline.draft.lookahead import Lookahead
+from paceline.draft.medusa import Medusa, checked_choices
 from paceline.draft.model import DraftModel
 from paceline.draft.ngram import Ngram
 from paceline.draft.pieces import Dictionary
@@ -20,18 +22,18 @@ from paceline.draft.recycle import Recycle
 from paceline.draft.suffix import Suffix
 from paceline.draft.translate import Translated
 from paceline.draft.tuning import DTYPES
-from paceline.errors import BadRequest, check_whole, nearest
+from paceline.errors import BadRequest, IncompatibleDrafter, check_whole, nearest
+from paceline.formats import Head, kind_of, read_head
 from paceline.target import HFTarget
 
-LATER = frozenset(
-    [
-        "medusa_choices",
-        "draft_temperature",
-    ]
-)
+LATER = frozenset(["draft_temperature"])
 """Keys whose methods are not in this version."""
-METHODS = ("none", "ngram", "suffix", "lookahead", "recycle", "early_exit", "draft_model", "compose", "auto")
-LATER_METHODS = frozenset(["medusa", "eagle", "eagle3"])
+METHODS = (
+    *("none", "ngram", "suffix", "lookahead", "recycle", "early_exit"),
+    *("draft_model", "medusa", "eagle", "eagle3", "compose", "auto"),
+)
+HEADS = ("medusa", "eagle", "eagle3")
+"""Methods whose model is a head that was trained for the target."""
 RULE_NAMES = ("coupled", "block", "standard")
 OWNERS = {
     "prompt_lookup_max": ("ngram",),
@@ -43,9 +45,10 @@ OWNERS = {
     "ngram_size": ("lookahead",),
     "guess_set_size": ("lookahead",),
     "exit_layer": ("early_exit",),
-    "model": ("draft_model",),
-    "tree_top_k": ("draft_model", "early_exit"),
-    "tree_depth": ("draft_model", "early_exit"),
+    "model": ("draft_model", *HEADS),
+    "tree_top_k": ("draft_model", "early_exit", *HEADS),
+    "tree_depth": ("draft_model", "early_exit", *HEADS),
+    "medusa_choices": ("medusa",),
     "draft_dtype": ("draft_model",),
     "draft_vocab_size": ("draft_model",),
     "drafters": ("compose",),
@@ -75,17 +78,19 @@ class SpeculativeConfig:
     """One of `METHODS`, or a `Drafter` of your own. auto composes suffix with draft_model when a model is given, else
     with recycle."""
     model: Any = None
-    """The draft model of draft_model: a named model, a hub id, a folder, a GGUF file, or a `transformers` model."""
+    """The draft model of draft_model: a named model, a hub id, a folder, a GGUF file, or a `transformers` model. Of
+    medusa, eagle and eagle3 the head: a folder, or a file of weights."""
     num_speculative_tokens: int | None = None
     """Deepest draft, in tokens; 0 is plain decoding. None leaves it to the method: look-ups draft as deep as the budget
     lets them, a draft model reads on while another pass of it is likely to pay."""
     num_draft_tokens: int = 23
     """Most nodes verified per pass for a row alone, the root not counted; several rows share a pass of 32."""
     tree_top_k: int | None = None
-    """Candidates that draft_model and early_exit offer after each token; 1 is a chain. None is 3 under coupled, else a
-    chain."""
+    """Candidates that are offered after each token; 1 is a chain. None is 3 under coupled, 10 for medusa, else 1."""
     tree_depth: int | None = None
     """Deepest draft of a tree: another name for num_speculative_tokens."""
+    medusa_choices: Any = None
+    """A fixed tree for medusa: paths of ranks, such as [[0], [0, 0], [1]]. None grows the best one."""
     draft_dtype: str = "auto"
     """Weights that a draft model reads single tokens with: bfloat16, int8 or int4. auto measures once what pays."""
     draft_vocab_size: int | None = None
@@ -144,8 +149,6 @@ class SpeculativeConfig:
         if not isinstance(self.method, Drafter):
             if not isinstance(self.method, str):
                 raise BadRequest(f"method is {self.method!r}; choose from {METHODS}, or give a Drafter")
-            if self.method in LATER_METHODS:
-                raise BadRequest(f"method {self.method!r} is not available in this version; choose from {METHODS}")
             if self.method not in METHODS:
                 raise BadRequest(
                     f"no method {self.method!r}{nearest(str(self.method), METHODS)}; choose from {METHODS}"
@@ -170,6 +173,8 @@ class SpeculativeConfig:
         self._check_owners(asked)
         if self.method == "draft_model":
             self._check_model()
+        if self.method in HEADS:
+            self._check_head()
         if self.corpus is not None and not isinstance(self.corpus, Corpus):
             if not isinstance(self.corpus, str | os.PathLike):
                 raise BadRequest(f"corpus={self.corpus!r} was given; the path of a corpus file is needed")
@@ -195,8 +200,9 @@ class SpeculativeConfig:
             object.__setattr__(self, name, value)
 
     def _resolve_auto(self) -> None:
-        """What is at hand: suffix with a draft model where one is given, else with what the target had in mind."""
-        self._set(method="compose", drafters=("suffix", "recycle" if self.model is None else "draft_model"))
+        """What is at hand: suffix with a draft model or a head if one is given, else with recycle."""
+        other = "recycle" if self.model is None else method_of(self.model)
+        self._set(method="compose", drafters=("suffix", other))
 
     def _follow_plan(self) -> None:
         """The settings of a plan; lengths that are given beside it are the most there may be."""
@@ -236,6 +242,17 @@ class SpeculativeConfig:
             raise BadRequest(
                 f"no draft_dtype {self.draft_dtype!r}{nearest(str(self.draft_dtype), DTYPES)}; choose from {DTYPES}"
             )
+
+    def _check_head(self) -> None:
+        """That there is a head, of the kind that the method is for."""
+        if self.model is None:
+            raise BadRequest(f"method {self.method!r} needs the head: add {{'model': FOLDER}}")
+        if isinstance(self.model, os.PathLike):
+            self._set(model=os.fspath(self.model))
+        if not isinstance(self.model, str):
+            raise BadRequest(f"model={self.model!r} was given; the folder of a head, or its weights file, is needed")
+        if self.medusa_choices is not None:
+            self._set(medusa_choices=checked_choices(self.medusa_choices))
 
     def _check_tree(self) -> None:
         """The shape of a grown tree, and what is named twice."""
@@ -338,9 +355,17 @@ class SpeculativeConfig:
         if self.method == "compose":
             members = [one.drafter(load, reuse_prefix, costs, curve) for one in self.drafters]
             return Compose(members, rule=self.rejection_sample_method, costs=costs)
+        if self.method in HEADS:
+            head = read_head(self.model)
+            check_kind(head, str(self.method))
+            settings: dict[str, Any] = {"tree_top_k": self.tree_top_k, "depth": self.num_speculative_tokens}
+            settings |= {"rule": self.rejection_sample_method, "costs": costs}
+            if self.method == "medusa":
+                return Medusa(head, choices=self.medusa_choices, **settings)
+            return Eagle(head, **settings)
         assert load is not None, "whoever resolves names loads the draft model"
         draft = load(self)
-        settings: dict[str, Any] = {
+        settings = {
             "tree_top_k": self.tree_top_k,
             "depth": self.num_speculative_tokens,
             "rule": self.rejection_sample_method,
@@ -350,6 +375,22 @@ class SpeculativeConfig:
         if draft.words is not None:
             return Translated(draft.model, draft.words, **settings)
         return DraftModel(draft.model, **settings)
+
+
+def method_of(model: Any) -> str:
+    """The method that drafts with a model: that of a head by its kind, `draft_model` for all else."""
+    kind = kind_of(model) if isinstance(model, str | os.PathLike) else None
+    return kind or "draft_model"
+
+
+def check_kind(head: Head, method: str) -> None:
+    """Passes when a head is of the kind that a method is for.
+
+    Raises:
+        IncompatibleDrafter: it is of another; with the method that it is for.
+    """
+    if head.kind != method:
+        raise IncompatibleDrafter(f"the head is one for method {head.kind!r}, and the method is {method!r}: name that")
 
 
 def check_corpora(drafter: Drafter[Any], tokenizer: Any, name: str) -> None:

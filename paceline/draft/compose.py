@@ -96,6 +96,8 @@ class Compose(Drafter[Mix]):
         """Binds every member; each says for itself what does not fit."""
         for drafter in self.drafters:
             drafter.bind(target)
+        # Which states a head reads depends on the target.
+        self.taps = tuple(sorted({tap for one in self.drafters for tap in one.taps}))
 
     def begin(self, prompt: Step) -> Mix:
         """A state of every member."""

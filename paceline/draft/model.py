@@ -284,11 +284,17 @@ class DraftModel(Drafter[Reading]):
             for i, place in enumerate(places):
                 tokens[row, i], offsets[row, i] = place.token, place.offset
                 mask[row, i, list(place.above)] = True
-        logits = self.model.forward(tokens, offsets, mask, pool).logits
+        logits = self._read(pool, tokens, offsets, mask, plans)
         for sketch, row, places in plans:
             if places:
                 sketch.learn(len(places), [self._usable(logits[row, i]) for i in range(len(places))])
         return [state for state, (_, _, places) in zip(growing, plans, strict=True) if places]
+
+    def _read(
+        self, pool: KVCache, tokens: Tensor, offsets: Tensor, mask: Tensor, plans: list[tuple[Sketch, int, list[Place]]]
+    ) -> Float[Tensor, "B N V"]:
+        """One pass of the draft model: what it says behind each token."""
+        return self.model.forward(tokens, offsets, mask, pool).logits
 
     def _usable(self, logits: Float[Tensor, "V"]) -> Float[Tensor, "_"] | None:
         """A row over the ids that the target has too."""

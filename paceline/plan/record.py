@@ -53,7 +53,7 @@ class Plan:
     cost_curve: list[tuple[int, float]]
     """(tokens of a row, seconds of a pass), measured."""
     drafting_curve: list[tuple[int, float]]
-    """(tokens of all rows, cost in passes over a single one): what drafting goes by, in the replays and with the plan."""
+    """(tokens of all rows, cost in passes over a single one): what drafting goes by, in replays and with the plan."""
     single_seconds: float
     """A pass over one token of one row."""
     noise: float

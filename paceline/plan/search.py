@@ -48,7 +48,7 @@ PROMISING = 0.85
 """Of the best choice's speed-up."""
 PAYS = 1.02
 """Speed-up from which speculation is worth it: below, plain decoding is simpler and no slower."""
-SAME = 0.03
+SAME = 0.01
 """Speed-ups this close are the same; the simpler choice is taken."""
 
 
@@ -469,9 +469,8 @@ class _Search:
         """Speed-up over the plain answers of the same prompts; its interval over what prompts and turns might be."""
         ratios, plain, count = self.measured.ratios(), self._plain()[: len(outcomes)], len(outcomes)
         chance = np.random.default_rng(0)
-        every = np.arange(count)
 
-        def speedup(numbers: Any, drawn: Any) -> float:
+        def speedup(numbers: Sequence[int], drawn: Any) -> float:
             own = sum(self._seconds(outcomes[number], number, drawn) for number in numbers)
             base = sum(self._seconds(plain[number], number, drawn) for number in numbers)
             tokens = sum(outcomes[number].tokens for number in numbers) / sum(
@@ -487,7 +486,7 @@ class _Search:
             )
             for _ in range(200)
         ]
-        one.speedup = speedup(every, np.median(ratios, axis=0))
+        one.speedup = speedup(range(count), np.median(ratios, axis=0))
         low, high = np.percentile(found, [2.5, 97.5])
         one.ci95 = (min(float(low), one.speedup), max(float(high), one.speedup))
         one.tokens = sum(outcome.tokens for outcome in outcomes)

@@ -78,14 +78,25 @@ class ToyTarget:
         seen = visible_slots(lengths, offsets, mask, cache)
         cache.finish()
         found = torch.full((*tokens.shape, self.vocab_size), torch.nan, dtype=torch.float64)
+        texts: list[list[tuple[int, ...] | None]] = []
         for row, slots in enumerate(seen.tolist()):
+            texts.append([])
             row_ids, row_places = ids[row, 0, :, 0].tolist(), places[row, 0, :, 0].tolist()
             for slot, (visible, position) in enumerate(zip(slots, positions[row].tolist(), strict=True)):
                 context = sorted((row_places[at], row_ids[at]) for at, shown in enumerate(visible) if shown)
-                if [place for place, _ in context] == list(range(position + 1)):
-                    found[row, slot] = self._row(tuple(int(token) for _, token in context))
-        hidden = torch.cat([found] * len(taps), dim=-1) if taps else None
+                is_text = [place for place, _ in context] == list(range(position + 1))
+                text = tuple(int(token) for _, token in context) if is_text else None
+                texts[row].append(text)
+                if text is not None:
+                    found[row, slot] = self._row(text)
+        hidden = self._states(texts, found, tuple(taps)) if taps else None
         return Seen(found if logits else found[:, :0], hidden)
+
+    def _states(
+        self, texts: list[list[tuple[int, ...] | None]], found: Float[Tensor, "B N V"], taps: tuple[int, ...]
+    ) -> Float[Tensor, "B N TH"]:
+        """The hidden states behind whole texts, of which some slots have none; `found` has their logits."""
+        return torch.cat([found] * len(taps), dim=-1)
 
     def embed(self, tokens: Int64[Tensor, "..."]) -> Float[Tensor, "... V"]:
         """See `Target`: one-hot rows."""
