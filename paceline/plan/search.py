@@ -479,13 +479,10 @@ class _Search:
             one.seconds = own
             return float(tokens * base / own)
 
-        found = [
-            speedup(
-                chance.integers(0, count, count),
-                np.median(ratios[chance.integers(0, len(ratios), len(ratios))], axis=0),
-            )
-            for _ in range(200)
-        ]
+        found = []
+        for _ in range(200):
+            numbers, turns = chance.integers(0, count, count), chance.integers(0, len(ratios), len(ratios))
+            found.append(speedup(numbers.tolist(), np.median(ratios[turns], axis=0)))
         one.speedup = speedup(range(count), np.median(ratios, axis=0))
         low, high = np.percentile(found, [2.5, 97.5])
         one.ci95 = (min(float(low), one.speedup), max(float(high), one.speedup))
