@@ -285,6 +285,7 @@ def drafters() -> dict[str, Drafter[Any]]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(drafters()))
 @pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 0.8, "seed": 3}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("costs", [TILES, STEEP], ids=["tiles", "steep"])

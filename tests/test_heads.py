@@ -173,6 +173,7 @@ def drafters() -> dict[str, Callable[[], Drafter[Any]]]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", drafters())
 @MODES
 @pytest.mark.parametrize("budget", [None, TILES], ids=["all", "budget"])

@@ -261,10 +261,13 @@ def test_a_bad_prompt_among_good_ones_fails_alone(llm: LLM, reference: Any, bad:
     ("config", "words"),
     [
         ({"method": "ngrams"}, "no method 'ngrams'; did you mean 'ngram'"),
-        ({"method": "eagle"}, "'eagle' is not available in this version"),
+        ({"method": "eagle"}, "method 'eagle' needs the head: add"),
         ({"methods": "ngram"}, "no key 'methods'; did you mean 'method'"),
         ({"num_speculative_token": 3}, "did you mean 'num_speculative_tokens'"),
-        ({"tree_top_k": 3}, "tree_top_k is for method 'draft_model' or 'early_exit', which is none of the drafters"),
+        (
+            {"tree_top_k": 3},
+            "tree_top_k is for method 'draft_model' or 'early_exit' or 'medusa' is none of the drafters",
+        ),
         ({"method": "draft_model"}, "'draft_model' needs the draft model"),
         ({"method": "draft_model", "model": "x", "tree_top_k": 0}, "tree_top_k=0 was given; a whole number from 1 up"),
         ({"method": "draft_model", "model": "x", "tree_depth": 2, "num_speculative_tokens": 3}, "give one"),

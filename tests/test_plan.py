@@ -49,6 +49,7 @@ def made() -> dict[str, Callable[[], Drafter[Any]]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", made())
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("costs", [None, TILES], ids=["all", "budget"])

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from paceline.draft.base import Ask, Drafter, Step
 from paceline.tree import TokenTree
 
@@ -13,7 +15,7 @@ class ScriptedTree(Drafter[list[int]]):
     """A drafter that proposes what a function of the text says, be it right, wrong or wild.
 
     `ScriptedTree(lambda ids: [[1, 2], [1, 3]])` drafts two continuations that share their first token, in every step.
-    Paths become a trie; a `TokenTree` is handed over as it is, whatever it holds.
+    Paths become a trie, and are said to be sure; a `TokenTree` is handed over as it is, whatever it holds.
 
     Args:
         script: text so far, pending token included -> paths below it, or a whole tree.
@@ -37,4 +39,7 @@ class ScriptedTree(Drafter[list[int]]):
 
     def _tree(self, ids: list[int]) -> TokenTree:
         drafted = self.script(ids)
-        return drafted if isinstance(drafted, TokenTree) else TokenTree.from_paths(ids[-1], drafted)
+        if isinstance(drafted, TokenTree):
+            return drafted
+        tree = TokenTree.from_paths(ids[-1], drafted)
+        return TokenTree(tree.tokens, tree.parents, score=torch.ones(tree.num_nodes))
