@@ -122,6 +122,8 @@ class LLM:
         self._drafters: dict[SpeculativeConfig, Drafter[Any]] = {}
         self._drafts: dict[tuple[Any, ...], Loaded] = {}
         self._checked: set[str] = set()
+        self.verify_all = False
+        """Whether guesses are verified that do not pay, too: for those who look at the drafter, not at the time."""
         self._drafter(self._config)
 
     @property
@@ -223,8 +225,10 @@ class LLM:
                 if (warning := self_check(self.target, one, ids).warning) is not None:
                     warnings.warn(warning, DoubtfulHead, stacklevel=2)
 
-    def _costs(self, config: SpeculativeConfig, drafter: Drafter[Any]) -> Costs:
-        """What passes cost: as planned, as the drafter knows, or as they do as a rule."""
+    def _costs(self, config: SpeculativeConfig, drafter: Drafter[Any]) -> Costs | None:
+        """What passes cost: as planned, as the drafter knows, or as they do as a rule; None verifies all guesses."""
+        if self.verify_all:
+            return None
         known = drafter.costs or typical(self.target.kernel.name)
         return known if config.planned is None else known.on(config.planned.target)
 
@@ -302,7 +306,7 @@ class LLM:
         processors: list[tuple[Any, ...]],
         config: SpeculativeConfig,
         drafter: Drafter[Any],
-        costs: Costs,
+        costs: Costs | None,
     ) -> list[Request]:
         seed = fresh_seed() if params.seed is None else params.seed
         return [

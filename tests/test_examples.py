@@ -111,6 +111,14 @@ def test_corpus(tiny_model: Path) -> None:
     assert "same text without speculation: True" in out
 
 
+def test_plan(tiny_model: Path) -> None:
+    out = run("13_plan.py", tiny_model)
+    expected = re.findall(r"(none|ngram|suffix) +(\d+) nodes: [\d.]+x expected", out)
+    assert {name for name, _ in expected} == {"none", "ngram", "suffix"}
+    assert re.search(r"^take (none|ngram|suffix): ", out, re.M)
+    assert "same text: True" in out
+
+
 def test_every_example_is_tested() -> None:
     source = Path(__file__).read_text(encoding="utf-8")
     missing = [path.name for path in EXAMPLES.glob("*.py") if f'run("{path.name}"' not in source]

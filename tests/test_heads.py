@@ -269,13 +269,14 @@ def test_a_head_that_knows_a_page_by_heart_drafts_it(kind: str) -> None:
         "eagle": lambda: Eagle(eagle(width(), size(), seed=1), depth=6, tree_top_k=2),
         "eagle3": lambda: Eagle(eagle3(width(), size(), seed=1), depth=6, tree_top_k=2),
     }
-    drafter = trained(bound(made[kind]()), [page], 600)
+    steps, least = {"medusa": (600, 4.0), "eagle": (3000, 2.5), "eagle3": (600, 4.0)}[kind]
+    drafter = trained(bound(made[kind]()), [page], steps)
     sampled = {"temperature": 1.0, "seed": 5}
     (looked,) = decode(target(), [prompt], Ngram(), max_tokens=80, **sampled)
     (row,) = decode(target(), [prompt], drafter, max_tokens=80, **sampled)
     assert row.ids == looked.ids == page
     assert looked.stats.mean_acceptance_length < 1.5
-    assert row.stats.mean_acceptance_length > 4.0
+    assert row.stats.mean_acceptance_length > least  # EAGLE-1 is not taught to go on from its own states
 
 
 def test_losses_are_cross_entropies() -> None:

@@ -526,7 +526,7 @@ class Eagle(DraftModel):
         tokens: Int64[Tensor, "B T"],
         last: Float[Tensor, "B T Ht"],
         *,
-        steps: int = 7,
+        steps: int | None = None,
         decay: float = 0.8,
         soft: float = 0.1,
     ) -> tuple[Tensor, dict[str, float]]:
@@ -534,14 +534,14 @@ class Eagle(DraftModel):
 
         EAGLE-3 is unrolled: in step s it reads its own states of step s - 1, one place on, and sees of earlier steps
         what it would see when it drafts. Each step is held against the target's law over the head's own ids; places
-        where the target's likeliest token is none of these do not count. EAGLE-1 has one step, and is held against
-        the target's next state (smooth L1) and, with the weight `soft`, its law.
+        where the target's likeliest token is none of these do not count. EAGLE-1 has one step as published, and is held
+        against the target's next state (smooth L1) and, with the weight `soft`, its law.
 
         Args:
             hidden: the target's tapped states behind each token.
             tokens: the texts.
             last: the target's last states behind each token.
-            steps: of EAGLE-3.
+            steps: None is 7 for EAGLE-3 and 1 for EAGLE-1; with more, EAGLE-1 too learns to go on from its own states.
             decay: weight of a step over the one before.
 
         Returns:
@@ -552,16 +552,15 @@ class Eagle(DraftModel):
         if size < 1:
             raise BadRequest(f"texts of {tokens.shape[1]} tokens were given; three or more are needed to learn from")
         following, laws, counts = tokens[:, 1 : size + 1], *self._laws(last[:, 1 : size + 1])
-        if not network.is_3:
-            out = self._step(hidden[:, :size], following, Unrolled(), 0)
-            regression = functional.smooth_l1_loss(out.float(), last[:, 1 : size + 1].float())
-            entropy, right = _entropy(network.score(out), laws, counts)
-            return regression + soft * entropy, {"right_0": right}
         states, seen, total, notes = network.fuse(hidden[:, :size]), Unrolled(), hidden.new_zeros(()).float(), {}
-        for step in range(min(steps, size)):
+        for step in range(min(steps or (7 if network.is_3 else 1), size)):
             out = self._step(states, following, seen, step)
             valid = counts & (torch.arange(size, device=counts.device) >= step)
             entropy, notes[f"right_{step}"] = _entropy(network.score(out), laws, valid)
+            if not network.is_3:
+                entropy = soft * entropy + functional.smooth_l1_loss(
+                    out[valid].float(), last[:, 1 : size + 1][valid].float()
+                )
             total = total + decay**step * entropy
             states = functional.pad(network.fed_back(out)[:, :-1], (0, 0, 1, 0))
         return total, notes
