@@ -22,6 +22,7 @@ from paceline.draft.base import Drafter
 from paceline.draft.compose import Compose
 from paceline.draft.early_exit import EarlyExit
 from paceline.draft.lookahead import Lookahead
+from paceline.errors import IncompatibleDrafter
 from paceline.target import Seen
 
 
@@ -109,11 +110,11 @@ class Replay:
 
     def embed(self, tokens: Int64[Tensor, "..."]) -> Tensor:
         """There is nothing to embed with."""
-        raise NotImplementedError("a replay has no weights")
+        raise IncompatibleDrafter("a replay has no weights to embed tokens with; run this drafter on the model itself")
 
     def unembed(self, hidden: Tensor) -> Tensor:
         """Nor to score with."""
-        raise NotImplementedError("a replay has no weights")
+        raise IncompatibleDrafter("a replay has no weights to score states with; run this drafter on the model itself")
 
 
 def tapped(target: Any, ids: Sequence[int], taps: Sequence[int], chunk: int = 512) -> Float[Tensor, "N TH"]:
