@@ -127,7 +127,9 @@ def share(value: Any, digits: int = 1) -> str:
 @cache
 def numbers(results: Path = RESULTS) -> dict[str, str]:
     """The numbers that stand in sentences."""
-    return bandwidth(results) | drafting() | lengths() | laws() | trees() | sizes() | methods(results)
+    return (
+        bandwidth(results) | drafting() | lengths() | laws() | trees() | sizes() | methods(results) | features(results)
+    )
 
 
 def bandwidth(results: Path) -> dict[str, str]:
@@ -350,6 +352,7 @@ def drawings(results: Path = RESULTS) -> dict[str, Drawn]:
         "plot_costs": _plot_costs,
         "table_truncated": lambda words: _table_truncated(words, measured),
         "plot_truncated": lambda words: plots.truncated(_first_layers(measured), words) if measured else "",
+        "plot_features": lambda words: plots.features(_features(results), words),
         "without_truncated": lambda words: "" if measured else words,
         "with_truncated": lambda words: words if measured else "",
     }
@@ -465,6 +468,26 @@ def _plot_costs(words: str) -> str:
 
 
 # -- drafts of a few layers --------------------------------------------------------------------------------------------
+
+
+def _features(results: Path) -> dict[str, Any]:
+    """What benchmarks/features.py measured."""
+    found: dict[str, Any] = json.loads((results / "features.json").read_text(encoding="utf-8"))
+    return found
+
+
+def features(results: Path) -> dict[str, str]:
+    """How near states must be to say nearly the same."""
+    found = _features(results)
+    return {
+        "feature_states": f"{found['num_states']:,}",
+        "feature_error_random": share(found["largest_error"]["random"], 0),
+        "feature_error_towards": share(found["largest_error"]["towards"], 0),
+        "feature_nearest_distance": share(found["nearest"]["distance"], 0),
+        "feature_nearest_kept": share(found["nearest"]["kept"], 0),
+        "feature_steps_kept": share(found["steps"]["kept"], 0),
+        "feature_correlation": f"{found['rank_correlation']:.2f}".replace("-", "2212"),
+    }
 
 
 def _truncated(results: Path) -> list[dict[str, Any]]:

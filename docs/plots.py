@@ -202,3 +202,19 @@ def truncated(points: Sequence[dict[str, Any]], caption: str) -> str:
     axes.set_ylim(0, 1)
     axes.set(xlabel="layers that draft")
     return svg(figure, caption)
+
+
+def features(found: dict[str, Any], caption: str) -> str:
+    """What is left of 1 - TV when states are moved, and of pairs of states by their distance."""
+    figure, axes = plot(height=3.2)
+    at = [row["error"] for row in found["errors"]]
+    for name, key, color in (("random", "kept_random", TEAL), ("towards another", "kept_towards", ORANGE)):
+        values = [row[key] for row in found["errors"]]
+        axes.plot(at, values, "o-", color=color, ms=4)
+        named_end(axes, at[-1], values[-1], name, color, dx=7)
+    pairs = [(row["distance"], row["kept"]) for row in found["pairs"]]
+    axes.plot(*zip(*pairs, strict=True), "s", color=VIOLET, ms=4)
+    named_end(axes, *pairs[-1], "pairs", VIOLET, dx=7)
+    axes.set_ylim(0, 1)
+    axes.set(xlabel="distance, in lengths of a state", ylabel="1 − TV")
+    return svg(figure, caption)

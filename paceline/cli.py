@@ -384,7 +384,7 @@ def show_run(llm: Engine, request: Request, params: Any, config: dict[str, Any])
     run = watch(lambda: llm.stream(request, params), put)
     close()
     checked(run.output)
-    console.print(show.legend(console), show.step_table(run, console), sep="\n")
+    console.print(show.legend(console), show.step_table(run, console, str(config.get("method", "auto"))), sep="\n")
     return DONE
 
 
@@ -412,7 +412,7 @@ def compare_runs(llm: Engine, request: Request, params: Any, config: dict[str, A
     plain = run("1  plain decoding, one token per pass", {"method": "none"})
     params = replace(params, seed=plain.output.seed)  # the one that was drawn, if none was given
     fast = run(f"2  the same request with {config['method']}", config)
-    console.print(show.legend(console), "", show.step_table(fast, console), "", sep="\n")
+    console.print(show.legend(console), "", show.step_table(fast, console, str(config["method"])), "", sep="\n")
     console.print(show.comparison(plain, fast, str(config["method"]), llm.tokenizer, params.is_greedy))
     exact = params.is_greedy or config.get("rejection_sample_method", "coupled") == "coupled"
     return FAILED if exact and plain.output.token_ids != fast.output.token_ids else DONE
@@ -767,6 +767,114 @@ def fitting(head: Any, model: str) -> list[str]:
         model=source.name,
         tokenizer=load_tokenizer(source),
     )
+
+
+@app.command()
+@takes(LOAD)
+def train(
+    method: Annotated[str, typer.Argument(metavar="METHOD", help="medusa, eagle or eagle3")],
+    model: Model,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="where the head goes; again to go on")],
+    data: Annotated[str, typer.Option(help="self: the model writes it; or a JSONL file of messages or text")] = "self",
+    answers: Annotated[str, typer.Option(help="of a file: target (written anew) or given")] = "target",
+    data_folder: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="where the data lie, for several heads", show_default=False)
+    ] = None,
+    num_samples: Annotated[int, typer.Option(min=1, help="questions that are asked, or taken from the file")] = 1000,
+    max_tokens: Annotated[int, typer.Option(min=1, help="of each answer")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="of the answers")] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, help="of everything")] = 0,
+    epochs: Annotated[int, typer.Option(min=1)] = 10,
+    loss: Annotated[
+        str, typer.Option(help="cross_entropy, kl, acceptance, likelihood, or kl:0.5,acceptance:0.5")
+    ] = "kl",
+    learning_rate: Annotated[
+        float | None, typer.Option(min=1e-9, help="highest, after the warm-up", show_default=False)
+    ] = None,
+    batch_tokens: Annotated[int, typer.Option(min=8, help="that go through the head together")] = 2048,
+    accumulate: Annotated[int, typer.Option(min=1, help="such batches to a step")] = 2,
+    draft_vocab_size: Annotated[int, typer.Option(min=2, help="ids that the head scores, the commonest ones")] = 8192,
+    num_heads: Annotated[int, typer.Option(min=1, help="medusa: how many")] = 4,
+    intermediate_size: Annotated[
+        int | None, typer.Option(min=2, help="eagle: width of its MLP; else the model's", show_default=False)
+    ] = None,
+    layer_ids: Annotated[
+        str, typer.Option(metavar="A,B,C", help="eagle3: hidden states that it reads", show_default=False)
+    ] = "",
+    unroll: Annotated[
+        int | None, typer.Option(min=1, help="eagle: steps over its own states; 3 for eagle3", show_default=False)
+    ] = None,
+    init: Annotated[Path | None, typer.Option(metavar="DIR", help="a head to go on from", show_default=False)] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="stop after so long; the same command goes on", show_default=False)
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="say what it will take, and do nothing")] = False,
+    debug: Debug = False,
+    **asked: Any,
+) -> None:
+    """Train a draft head for MODEL on this machine: the model writes the texts that it learns from.
+
+    Give the same command again to go on with a training that was stopped or killed.
+    """
+    from paceline.train.recipe import Recipe
+
+    if data != "self" and not Path(data).is_file():
+        raise BadRequest(f"--data {data}: there is no such file; give a JSONL file, or self")
+    recipe = Recipe(
+        method=method,
+        model=model,
+        data=data,
+        answers=answers,
+        num_samples=num_samples,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        epochs=epochs,
+        loss=loss,
+        learning_rate=-1.0 if learning_rate is None else learning_rate,
+        batch_tokens=batch_tokens,
+        accumulate=accumulate,
+        draft_vocab_size=draft_vocab_size,
+        num_heads=num_heads,
+        intermediate_size=intermediate_size,
+        layer_ids=numbers(layer_ids) if layer_ids else None,
+        steps=unroll or -1,
+        init=None if init is None else str(init),
+    )
+    choices = {"reuse_prefix": False} | own_device() | given(asked, LOAD)
+    llm: Any = load(model, {"method": "none"}, choices, debug)
+    from paceline.progress import stages
+    from paceline.train import train as run_training
+    from paceline.train.estimate import estimate
+
+    if dry_run:
+        print(estimate(llm, recipe))
+        return
+    with stages() as progress:
+        found = run_training(llm, recipe, output, data_folder=data_folder, minutes=minutes, progress=progress, say=note)
+    length = "" if found.acceptance_length is None else f", {found.acceptance_length:.2f} tokens per pass"
+    if not found.is_finished:
+        print(f"{output}: stopped after {found.epochs} epochs{length}; the same command goes on")
+        return
+    print(f"{output}: {found.epochs} epochs{length}; use it with --method {method} --draft-model {output}")
+
+
+def own_device() -> dict[str, str]:
+    """The GPU of this process where a launcher has started several; nothing elsewhere."""
+    rank = os.environ.get("LOCAL_RANK")
+    if rank is None:
+        return {}
+    import torch
+
+    return {"device": f"cuda:{rank}"} if torch.cuda.device_count() > int(rank) else {}
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers with commas."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise BadRequest(f"{text!r} was given; whole numbers with commas are needed, such as 2,14,25") from error
 
 
 @corpus_app.command("build")

@@ -28,3 +28,22 @@ def write_atomically(path: Path, text: str) -> None:
     """Write text as UTF-8 so that `path` holds either what it held before or all of it; nothing else is left behind."""
     with whole(path) as file:
         file.write(text.encode())
+
+
+def sweep(folder: Path) -> None:
+    """Take away what processes that were killed left half written in a folder."""
+    for left in folder.glob(".*.*"):
+        number = left.suffix[1:]
+        if number.isdigit() and not _is_alive(int(number)):
+            left.unlink(missing_ok=True)
+
+
+def _is_alive(number: int) -> bool:
+    """Whether a process of that number runs."""
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass
+    return True

@@ -292,9 +292,13 @@ class LLM:
         params: Sequence[SamplingParams],
         config: SpeculativeConfig,
         drafter: Drafter[Any],
-        costs: Costs,
+        costs: Costs | None,
     ) -> list[Request]:
-        """Requests of one text each with a drafter and costs of one's own, as `paceline.decode.run` takes them."""
+        """Requests of one text each with a drafter and costs of one's own, as `paceline.decode.run` takes them.
+
+        Args:
+            costs: None verifies all guesses.
+        """
         return [
             self._samples(ids, one, [()], config, drafter, costs)[0] for ids, one in zip(prompts, params, strict=True)
         ]

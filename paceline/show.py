@@ -195,15 +195,18 @@ def legend(console: Console) -> RenderableType:
     return Group("", line)
 
 
-def step_table(run: Watched, console: Console) -> RenderableType:
-    """Tokens per pass, what became of the guesses, where the time went, and acceptance by position."""
+def step_table(run: Watched, console: Console, method: str = "") -> RenderableType:
+    """The method, tokens per pass, what became of the guesses, where the time went, and acceptance by position."""
     output, stats = run.output, run.output.stats
     grid = Table.grid(padding=(0, 3))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column()
     passes = f"{stats.num_target_passes} target {plural(stats.num_target_passes, 'pass', 'passes')}"
     gain = f", {stats.mean_acceptance_length:.2f} tokens per pass" if stats.num_draft_tokens else ""
+    if method:
+        grid.add_row("method", method)
     grid.add_row("tokens", f"{len(output.token_ids)} in {passes}{gain}")
+    grid.add_row("ended", ending(output))
     speed = f"{run.tokens_per_second:.1f} tokens/s, {run.decode_tokens_per_second:.1f} once the prompt was read"
     grid.add_row("speed", f"{speed} ({len(output.prompt_token_ids)} tokens)")
     grid.add_row("time", time_split(stats, run.seconds, console))
@@ -215,6 +218,16 @@ def step_table(run: Watched, console: Console) -> RenderableType:
     grid.add_row("passes", pass_kinds(stats))
     grid.add_row("", spark(tokens_per_pass(output.from_draft), console))
     return Group(grid, Padding(acceptance(stats, console), (1, 0, 0, 0)))
+
+
+def ending(output: RequestOutput) -> str:
+    """Why a text ended, in words."""
+    if output.finish_reason == "stop":
+        by = f"the stop {output.stop_reason!r}" if output.stop_reason is not None else "its own end"
+        return f"by {by}"
+    return {"length": "by the limit of its length", "error": output.error or "by an error"}.get(
+        output.finish_reason, "by being stopped"
+    )
 
 
 def turns_table(turns: Sequence[Watched]) -> RenderableType:

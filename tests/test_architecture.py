@@ -42,6 +42,7 @@ MODEL_FREE = {
     "draft.ngram",
     "draft.automaton",
     "draft.suffix",
+    "draft.best_first",
     "draft.costs",
     "draft.budget",
     "draft.hits",

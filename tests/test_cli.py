@@ -260,6 +260,7 @@ def test_show_prints_the_text_and_the_step_table(loaded: Loaded) -> None:
     assert result.exit_code == 0
     assert result.stdout.startswith("abcdefgh\n")
     assert "8 in 3 target passes, 3.00 tokens per pass" in " ".join(result.stdout.split())
+    assert "method auto" in " ".join(result.stdout.split())
     assert "6 drafted, 6 accepted (100%)" in result.stdout
     assert "\x1b" not in result.stdout  # no colours in a pipe
     assert "not guessed" not in result.stdout  # and so no legend
@@ -710,6 +711,7 @@ def test_step_table_fits_80_columns_and_adds_up(console: Console) -> None:
     assert "…" not in text
     words = " ".join(text.split())
     assert "23 in 4 target passes, 5.75 tokens per pass" in words
+    assert "ended by the limit of its length" in words
     assert "2.9 tokens/s, 3.3 once the prompt was read (9 tokens)" in words
     assert "36 drafted, 19 accepted (53%)" in words
     assert "2 accepted guesses, 1 rejected all, 1 had none to test" in words
@@ -737,6 +739,21 @@ def test_acceptance_rows_hold_both_readings() -> None:
 )
 def test_headline(parted: int | None, speedup: float, accepted: int, words: str) -> None:
     assert show.headline(parted, speedup, accepted).plain.strip() == words
+
+
+@pytest.mark.parametrize(
+    ("reason", "stop", "error", "words"),
+    [
+        ("stop", None, None, "by its own end"),
+        ("stop", "END", None, "by the stop 'END'"),
+        ("stop", 7, None, "by the stop 7"),
+        ("length", None, None, "by the limit of its length"),
+        ("abort", None, None, "by being stopped"),
+        ("error", None, "the law is NaN", "the law is NaN"),
+    ],
+)
+def test_why_a_text_ended(reason: Any, stop: Any, error: str | None, words: str) -> None:
+    assert show.ending(RequestOutput([1], "", [7], reason, stop_reason=stop, error=error)) == words
 
 
 def test_plain_decoding_has_a_short_table() -> None:

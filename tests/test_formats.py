@@ -844,6 +844,28 @@ def test_a_failure_leaves_what_was_there(
         assert_same(read_head(target), made("shared"))
 
 
+def test_a_replacement_that_fails_between_both_moves_brings_the_old_head_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, target, moves = read_head(a_medusa(tmp_path / "source")), tmp_path / "head", list[str]()
+    write_head(head, target, "medusa")
+    real = os.replace
+
+    def second_fails(source: Any, place: Any) -> None:
+        if Path(place) == target or Path(source) == target:
+            moves.append(Path(source).name)
+            if len(moves) == 2:
+                raise OSError("gone")
+        real(source, place)
+
+    monkeypatch.setattr(os, "replace", second_fails)
+    with pytest.raises(BadRequest, match=r"cannot write the head .* gone"):
+        write_head(made("own"), target, "vllm-medusa", replace=True)
+    assert len(moves) == 3  # away, failed, back
+    assert_same(read_head(target), head)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["head", "source"]
+
+
 def test_a_folder_appears_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever something is written, the folder is not there yet, or still is the old one."""
     target = tmp_path / "head"

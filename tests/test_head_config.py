@@ -18,6 +18,7 @@ from paceline.certify import run as certify_run
 from paceline.cli import app
 from paceline.draft import SpeculativeConfig
 from paceline.draft.eagle import Eagle
+from paceline.draft.losses import Batch
 from paceline.draft.medusa import Medusa
 from paceline.draft.self_check import DoubtfulHead, self_check
 from paceline.errors import IncompatibleDrafter, ModelNotFound
@@ -156,11 +157,9 @@ def trained_on(model: HFTarget, drafter: Any, ids: list[int]) -> None:
     for _ in range(300):
         optimiser.zero_grad()
         last = states[model.num_layers]
-        if isinstance(drafter, Eagle):
-            loss = drafter.loss(tapped, torch.tensor([ids]), last, steps=1)[0]
-        else:
-            loss = drafter.loss(last, torch.tensor([ids]))
-        loss.backward()
+        batch = Batch(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool), tapped, last)
+        once = {"steps": 1} if isinstance(drafter, Eagle) else {}
+        drafter.loss(batch, **once)[0].backward()
         optimiser.step()
     for parameter in parameters:
         parameter.requires_grad_(False)

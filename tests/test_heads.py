@@ -13,6 +13,7 @@ from paceline.draft.base import Ask, Drafter
 from paceline.draft.compose import Compose
 from paceline.draft.costs import TILES
 from paceline.draft.eagle import Eagle, Unrolled, unrolled_mask
+from paceline.draft.losses import Batch, Mix
 from paceline.draft.medusa import Heads, Medusa, checked_choices
 from paceline.draft.ngram import Ngram
 from paceline.draft.suffix import Suffix
@@ -82,7 +83,7 @@ def test_medusa_heads_are_their_formula(layers: int, lm_head: str) -> None:
     head = medusa(width(), size(), 3, layers, lm_head=lm_head)
     matrix = plain().get_output_embeddings().weight.detach()
     states = torch.randn(5, width(), dtype=torch.float64)
-    heads = Heads(head, target().unembed)
+    heads = Heads(head, target())
     found = heads(states)
     wanted = torch.stack([medusa_forward(head, state, matrix) for state in states])
     assert found.shape == (5, 3, size())
@@ -250,8 +251,7 @@ def trained(drafter: Any, texts: list[list[int]], steps: int, rate: float = 3e-3
     last = torch.stack([own[-1] for own in states])
     for _ in range(steps):
         optimiser.zero_grad()
-        loss = drafter.loss(tapped, tokens, last)[0] if isinstance(drafter, Eagle) else drafter.loss(last, tokens)
-        loss.backward()
+        drafter.loss(Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), tapped, last))[0].backward()
         optimiser.step()
     for parameter in parameters:
         parameter.requires_grad_(False)
@@ -288,26 +288,32 @@ def test_losses_are_cross_entropies() -> None:
     wanted = 0.0
     for i in range(2):
         rows = [medusa_forward(head, states[-1][t])[i].log_softmax(-1)[ids[t + 2 + i]] for t in range(8 - 2 - i)]
-        wanted += 0.8**i * -float(torch.stack(rows).mean())
-    assert float(drafter.loss(states[-1][None], torch.tensor([ids]))) == pytest.approx(wanted, rel=1e-6)
+        wanted += 0.8**i * -float(torch.stack(rows).sum())
+    batch = Batch(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool), states[-1][None], states[-1][None])
+    hard = Mix.read("cross_entropy")
+    assert float(drafter.loss(batch, mix=hard)[0]) == pytest.approx(wanted / (8 - 2), rel=1e-6)
 
     head = eagle3(width(), size(), ids=torch.arange(1, size(), 2))
     own, drafter = reference(head), bound(Eagle(head))
     states = hidden_states(ids)
     tapped = torch.cat([states[tap] for tap in drafter.taps], dim=-1)
     given = own.states(pairs_of(head, drafter, ids))
-    total, count = 0.0, 0
+    total, right, kept, count = 0.0, 0, 0.0, 0
     for t in range(len(ids) - 2):
         logits = plain().get_output_embeddings()(states[-1][t + 1]).detach()
         if int(logits.argmax()) % 2 == 0:
             continue  # no id of the head's
-        law = logits[1::2].float().softmax(-1)
-        total -= float((law * own.logits(given[t]).float().log_softmax(-1)).sum())
+        law, found = logits[1::2].float().softmax(-1), own.logits(given[t]).float().softmax(-1)
+        total += float((law * (law / found).log()).sum())
+        right += int(law.argmax() == found.argmax())
+        kept += float(torch.minimum(law, found).sum())
         count += 1
-    found, notes = drafter.loss(tapped[None], torch.tensor([ids]), states[-1][None], steps=1)
+    batch = Batch(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool), tapped[None], states[-1][None])
+    loss, notes = drafter.loss(batch, steps=1)
     assert count > 0
-    assert float(found) == pytest.approx(total / count, rel=1e-5)
-    assert set(notes) == {"right_0"}
+    assert float(loss) == pytest.approx(total / count, rel=1e-5)
+    wanted = {"places_0": count, "learnt_0": len(ids) - 2, "right_0": right, "kept_0": kept}
+    assert notes == pytest.approx(wanted, rel=1e-5)
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------
@@ -345,6 +351,6 @@ def test_trees_that_are_none(choices: Any, words: str) -> None:
 
 def test_the_wrong_kind_of_head_is_refused() -> None:
     with pytest.raises(BadRequest, match="Medusa heads are needed"):
-        Heads(eagle(width(), size()))
+        Heads(eagle(width(), size()), target())
     with pytest.raises(BadRequest, match="an EAGLE head is needed"):
         Eagle(medusa(width(), size()))

@@ -266,7 +266,7 @@ def test_a_bad_prompt_among_good_ones_fails_alone(llm: LLM, reference: Any, bad:
         ({"num_speculative_token": 3}, "did you mean 'num_speculative_tokens'"),
         (
             {"tree_top_k": 3},
-            "tree_top_k is for method 'draft_model' or 'early_exit' or 'medusa' or 'eagle' or 'eagle3', which is none of the drafters",
+            "tree_top_k is for method 'draft_model' or 'early_exit' or 'medusa' or 'eagle' or 'eagle3', which is none",
         ),
         ({"method": "draft_model"}, "'draft_model' needs the draft model"),
         ({"method": "draft_model", "model": "x", "tree_top_k": 0}, "tree_top_k=0 was given; a whole number from 1 up"),

@@ -17,6 +17,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from mkdocs.exceptions import PluginError
 from oracles import VOCAB, tiny
 
@@ -313,3 +314,36 @@ def test_pages_show_the_measurement_or_how_to_make_it(
     assert "| 3 / 4 | 16 |" in shown
     assert len(_parts(shown, "svg")) == len(_parts(without, "svg")) + 1
     assert {m[1] for m in MARK.finditer(_source(page))} >= MEASURED
+
+
+def test_the_planners_table_is_the_recorded_one() -> None:
+    planner = _module(ROOT / "benchmarks" / "planner.py", "planner_benchmark")
+    recorded = json.loads((ROOT / "benchmarks" / "results" / "planner.json").read_text(encoding="utf-8"))
+    page = (DOCS / "which.md").read_text(encoding="utf-8")
+    shown = page.partition("<!-- table:planner:start -->\n")[2].partition("<!-- table:planner:end -->")[0]
+    assert shown.strip() == planner.tables(recorded)
+
+
+@pytest.fixture(scope="module")
+def near() -> ModuleType:
+    return _module(ROOT / "benchmarks" / "features.py", "features_benchmark")
+
+
+def test_states_and_what_they_say(near: ModuleType) -> None:
+    """On states whose laws are known: the same everywhere, and one token each."""
+    texts = [torch.randn(40, 8, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    flat = near.measure(texts, lambda states: torch.zeros(len(states), 5))
+    assert flat["num_states"] == 80
+    assert all(row["kept_random"] == pytest.approx(1.0) for row in flat["errors"])
+    assert flat["steps"]["kept"] == pytest.approx(1.0)
+    assert flat["largest_error"]["towards"] == near.PARTS[-1]
+    sharp = near.measure(texts, lambda states: 1000.0 * states)
+    kept = [row["kept_random"] for row in sharp["errors"]]
+    same = [row["same_random"] for row in sharp["errors"]]
+    assert kept[0] > 0.9 > kept[-1]
+    assert kept == pytest.approx(same, abs=0.06)  # a law on one token is kept where the token is
+    assert sharp["rank_correlation"] < -0.1
+    assert 0.0 < sharp["largest_error"]["random"] < 1.0
+    distances = [row["distance"] for row in sharp["pairs"]]
+    assert distances == sorted(distances)
+    assert sharp["nearest"]["distance"] < distances[5]

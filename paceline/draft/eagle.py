@@ -17,6 +17,7 @@ How a tree grows is `sketch.py`'s business, as for draft models; rows that run t
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,9 +31,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from paceline.cache import KVCache
 from paceline.draft.base import Ask, Forecast, Step
 from paceline.draft.costs import Costs
+from paceline.draft.losses import USUAL, Batch, Mix, judge, places_among, within
 from paceline.draft.medusa import check_layered
 from paceline.draft.model import CHUNK, FEW, DraftModel, Reading, _row, is_greedy, usable
-from paceline.draft.modules import Linear, Norm
+from paceline.draft.modules import Linear, Norm, scored, unembedding
 from paceline.draft.sketch import Growth, Place, Sketch
 from paceline.errors import BadRequest, IncompatibleDrafter
 from paceline.formats import Head, default_layer_ids
@@ -108,16 +110,18 @@ class Network(nn.Module):
     Args:
         head: as `read_head` found it.
         target: whose embedding and vocabulary matrix it uses where it has none.
+        dtype: of the weights; None is the target's. Where dtypes and devices agree, the head's tensors are the
+            parameters, not copies.
     """
 
-    def __init__(self, head: Head, target: Any) -> None:
+    def __init__(self, head: Head, target: Any, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         settings = head.settings
         if not isinstance(settings, EagleSettings):
             raise BadRequest(f"a head of kind {head.kind!r} was given; an EAGLE head is needed")
         self.settings, self.is_3, self._target = settings, isinstance(settings, Eagle3Settings), [target]
         self.vocab_size, self.max_positions = int(target.vocab_size), int(target.max_positions)
-        dtype, device = target.dtype, target.device
+        dtype, device = dtype or target.dtype, target.device
         self.ids: Int64[Tensor, Vd] | None
         ids = head.target_ids
         self.register_buffer("ids", None if ids is None else ids.to(device), persistent=False)
@@ -159,10 +163,25 @@ class Network(nn.Module):
             parameter.requires_grad_(False)
 
     @property
+    def target(self) -> Any:
+        """Whom it drafts for."""
+        return self._target[0]
+
+    @cached_property
+    def teach(self) -> Any:
+        """The target's own logits over the ids that it scores."""
+        return unembedding(self.target, self.ids)
+
+    @property
+    def num_ids(self) -> int:
+        """How many ids it scores."""
+        return self.vocab_size if self.ids is None else len(self.ids)
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of weights that a pass reads: layers and vocabulary matrix, borrowed ones too, but not embeddings."""
         own = sum(p.nbytes for part in (self.layers, self.fc) for p in part.parameters())
-        head = self._target[0].model.get_output_embeddings() if self.lm_head is None else self.lm_head
+        head = self.target.model.get_output_embeddings() if self.lm_head is None else self.lm_head
         return int(own + head.weight.nbytes)
 
     def new_cache(self, rows: int, size: int) -> KVCache:
@@ -172,9 +191,7 @@ class Network(nn.Module):
     def embed(self, tokens: Int64[Tensor, "..."]) -> Float[Tensor, "... H"]:
         """Token embeddings, its own or the target's."""
         found: Tensor = (
-            self._target[0].embed(tokens)
-            if self.embedding is None
-            else self.embedding(tokens.to(self.fc.weight.device))
+            self.target.embed(tokens) if self.embedding is None else self.embedding(tokens.to(self.fc.weight.device))
         )
         return found
 
@@ -225,7 +242,9 @@ class Network(nn.Module):
         """Logits over the ids that the head scores."""
         if self.norm is not None:
             states = self.norm(states)
-        found: Tensor = self._target[0].unembed(states) if self.lm_head is None else self.lm_head(states)
+        if self.lm_head is None:
+            return scored(self.target, states)
+        found: Tensor = self.lm_head(states)
         return found
 
     def fed_back(self, states: Float[Tensor, "*B H"]) -> Float[Tensor, "*B H"]:
@@ -522,15 +541,14 @@ class Eagle(DraftModel):
 
     def loss(
         self,
-        hidden: Float[Tensor, "B T TH"],
-        tokens: Int64[Tensor, "B T"],
-        last: Float[Tensor, "B T Ht"],
+        batch: Batch,
         *,
+        mix: Mix = USUAL,
         steps: int | None = None,
         decay: float = 0.8,
         soft: float = 0.1,
     ) -> tuple[Tensor, dict[str, float]]:
-        """What a batch of texts says about the head, to be made small.
+        """What texts say about the head, to be made small.
 
         EAGLE-3 is unrolled: in step s it reads its own states of step s - 1, one place on, and sees of earlier steps
         what it would see when it drafts. Each step is held against the target's law over the head's own ids; places
@@ -538,32 +556,38 @@ class Eagle(DraftModel):
         against the target's next state (smooth L1) and, with the weight `soft`, its law.
 
         Args:
-            hidden: the target's tapped states behind each token.
-            tokens: the texts.
-            last: the target's last states behind each token.
+            mix: how laws are compared.
             steps: None is 7 for EAGLE-3 and 1 for EAGLE-1; with more, EAGLE-1 too learns to go on from its own states.
             decay: weight of a step over the one before.
 
         Returns:
-            The loss, and per step the share of tokens that the head would have got right.
+            The weighted sum over the places of all steps by the number of the first one's, and for each step s sums
+            over its places: `places_s`, their number; `learnt_s`, with those that did not count; `right_s`, where its
+            best guess is the target's; `kept_s`, of its guesses that would be kept under sampling.
         """
         assert self.network is not None, "a drafter is bound before it is trained"
-        network, size = self.network, tokens.shape[1] - 2  # the last pair says what follows the last token but one
+        network, size = self.network, batch.tokens.shape[1] - 2  # the last pair: what follows the last token but one
         if size < 1:
-            raise BadRequest(f"texts of {tokens.shape[1]} tokens were given; three or more are needed to learn from")
-        following, laws, counts = tokens[:, 1 : size + 1], *self._laws(last[:, 1 : size + 1])
-        states, seen, total, notes = network.fuse(hidden[:, :size]), Unrolled(), hidden.new_zeros(()).float(), {}
+            raise BadRequest(f"texts of {size + 2} tokens were given; three or more are needed to learn from")
+        following, last, learn = batch.tokens[:, 1 : size + 1], batch.last[:, 1 : size + 1], batch.learn[:, 2:]
+        known = within(batch, network.ids, network.target.unembed)[:, 1 : size + 1]
+        states, seen = network.fuse(batch.hidden[:, :size]), Unrolled()
+        total, notes, places = states.new_zeros((), dtype=torch.float32), dict[str, float](), 0
         for step in range(min(steps or (7 if network.is_3 else 1), size)):
             out = self._step(states, following, seen, step)
-            valid = counts & (torch.arange(size, device=counts.device) >= step)
-            entropy, notes[f"right_{step}"] = _entropy(network.score(out), laws, valid)
+            reached = learn & (torch.arange(size, device=learn.device) >= step)
+            valid = reached & known
+            token = places_among(batch.tokens[:, 2:][valid], network.ids)
+            found = judge(mix, out[valid], network.score, last[valid], network.teach, token, network.num_ids)
+            loss = found.loss
             if not network.is_3:
-                entropy = soft * entropy + functional.smooth_l1_loss(
-                    out[valid].float(), last[:, 1 : size + 1][valid].float()
-                )
-            total = total + decay**step * entropy
+                near = functional.smooth_l1_loss(out[valid].float(), last[valid].float(), reduction="none")
+                loss = soft * loss + near.mean(-1).sum()
+            places = places or found.number
+            total = total + decay**step * loss
+            notes |= found.notes(step, reached)
             states = functional.pad(network.fed_back(out)[:, :-1], (0, 0, 1, 0))
-        return total, notes
+        return total / max(1, places), notes
 
     def _step(self, states: Tensor, tokens: Tensor, cache: Unrolled, step: int) -> Tensor:
         assert self.network is not None
@@ -571,18 +595,6 @@ class Eagle(DraftModel):
         positions = torch.arange(size, device=states.device).expand(tokens.shape[0], -1)
         mask = unrolled_mask(size, step).to(states.device).expand(tokens.shape[0], -1, -1)
         return self.network.read(tokens, states, positions, mask, cache)
-
-    @torch.no_grad()
-    def _laws(self, last: Float[Tensor, "B T Ht"]) -> tuple[Float[Tensor, "B T Vd"], Bool[Tensor, "B T"]]:
-        """The target's laws over the head's ids, and where its likeliest token is one of them."""
-        assert self.network is not None
-        logits = self.network._target[0].unembed(last).float()
-        ids = self.network.ids
-        if ids is None:
-            return logits.softmax(-1), torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
-        held = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-        held[ids] = True
-        return logits[..., ids].softmax(-1), held[logits.argmax(-1)]
 
 
 def unrolled_mask(size: int, step: int) -> Bool[Tensor, "T S"]:
@@ -598,15 +610,6 @@ def unrolled_mask(size: int, step: int) -> Bool[Tensor, "T S"]:
     # Places before `step` stand for no draft and count for nothing; each must see something all the same.
     mask[:step, 0] = True
     return mask
-
-
-def _entropy(logits: Tensor, laws: Tensor, counts: Bool[Tensor, "B T"]) -> tuple[Tensor, float]:
-    """Mean cross-entropy with the laws where it counts, and the share of equal likeliest tokens there."""
-    found = functional.log_softmax(logits.float(), -1)
-    number = counts.sum().clamp(min=1)
-    entropy = -((laws * found).sum(-1) * counts).sum() / number
-    right = ((found.argmax(-1) == laws.argmax(-1)) & counts).sum() / number
-    return entropy, float(right)
 
 
 class _Unbound:

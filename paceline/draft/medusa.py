@@ -9,9 +9,9 @@ not depend on the guesses above it, and every node of a depth has the same ones 
 Nothing of the published *typical acceptance* is here: it changes the law of the text. Trees are verified as all others.
 """
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.draft.base import Ask, Drafter, Forecast, Step
-from paceline.draft.costs import Costs, best_cut
+from paceline.draft.best_first import Growing, grow
+from paceline.draft.costs import Costs
 from paceline.draft.hits import Hits
+from paceline.draft.losses import USUAL, Batch, Mix, judge, places_among, within
 from paceline.draft.model import RULES, is_greedy, usable
-from paceline.draft.modules import Linear
+from paceline.draft.modules import Linear, scored, unembedding
 from paceline.errors import BadLogits, BadRequest, IncompatibleDrafter, check_whole, nearest
 from paceline.formats import Head
 from paceline.formats.head import MedusaSettings
@@ -36,19 +38,20 @@ LEAST = 0.005
 
 
 class Heads(nn.Module):
-    """The heads alone: from the target's last hidden states to laws over the target's ids.
+    """The heads alone: from the target's last hidden states to laws over the ids that they score.
 
     Args:
-        head: as `read_head` found it.
-        unembed: the target's vocabulary product, for heads without one of their own.
+        head: as `read_head` found it. Where dtypes and devices agree, its tensors are the parameters, not copies.
+        target: whose vocabulary matrix heads without one of their own use.
+        dtype: of the weights; None is as they are.
     """
 
-    def __init__(self, head: Head, unembed: Any = None) -> None:
+    def __init__(self, head: Head, target: Any, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         if not isinstance(head.settings, MedusaSettings):
             raise BadRequest(f"a head of kind {head.kind!r} was given; Medusa heads are needed")
-        self.settings, self.unembed = head.settings, unembed
-        given = head.tensors
+        self.settings, self._target = head.settings, [target]  # in a list, so that it is no part of this module
+        given = {name: t.to(dtype=dtype) if t.is_floating_point() else t for name, t in head.tensors.items()}
         self.blocks = nn.ModuleList()
         for i in range(self.settings.num_heads):
             blocks = nn.ModuleList()
@@ -61,11 +64,23 @@ class Heads(nn.Module):
             self.matrices.extend(Linear(given[f"heads.{i}.lm_head.weight"]) for i in range(self.settings.num_heads))
         elif self.settings.lm_head == "shared":
             self.matrices.append(Linear(given["lm_head.weight"]))
-        elif unembed is None:
-            raise BadRequest("these heads use the target's vocabulary matrix; give unembed")
         ids = head.target_ids
         self.ids: Int64[Tensor, Vd] | None
         self.register_buffer("ids", ids, persistent=False)
+        self._rows: list[Any] = []
+        if not len(self.matrices):  # in a list, so that the target's rows are no part of this module either
+            self._rows.append(partial(scored, target) if ids is None else unembedding(target, ids))
+        self.num_ids = self.settings.draft_vocab_size
+
+    @property
+    def target(self) -> Any:
+        """Whom they draft for."""
+        return self._target[0]
+
+    @cached_property
+    def teach(self) -> Any:
+        """The target's own logits over the ids that the heads score."""
+        return unembedding(self.target, self.ids)
 
     @property
     def num_heads(self) -> int:
@@ -74,23 +89,36 @@ class Heads(nn.Module):
 
     def forward(self, hidden: Float[Tensor, "*B H"], count: int | None = None) -> Float[Tensor, "*B K Vd"]:
         """Logits of the first `count` heads, all of them if None, over the ids that the heads score."""
-        states = []
-        for blocks in list(self.blocks)[:count]:
-            state = hidden
-            steps: Any = blocks
-            for block in steps:
-                state = state + functional.silu(block(state))
-            states.append(state)
+        numbers = range(self.num_heads if count is None else count)
         if self.settings.lm_head == "own":
-            scored = [matrix(state) for matrix, state in zip(self.matrices, states, strict=False)]
-            return torch.stack(scored, dim=-2)
-        together = torch.stack(states, dim=-2)
-        product: Tensor = self.matrices[0](together) if len(self.matrices) else self.unembed(together)
-        return product
+            return torch.stack([self.score(i, hidden) for i in numbers], dim=-2)
+        together = torch.stack([self._state(i, hidden) for i in numbers], dim=-2)
+        return self._product(0, together)
+
+    def score(self, i: int, hidden: Float[Tensor, "*B H"]) -> Float[Tensor, "*B Vd"]:
+        """Logits of one head."""
+        return self._product(i if self.settings.lm_head == "own" else 0, self._state(i, hidden))
+
+    def _state(self, i: int, hidden: Tensor) -> Tensor:
+        blocks: Any = self.blocks[i]
+        for block in blocks:
+            hidden = hidden.to(block.weight.dtype)
+            hidden = hidden + functional.silu(block(hidden))
+        return hidden
+
+    def _product(self, which: int, states: Tensor) -> Tensor:
+        if self._rows:
+            found: Tensor = self._rows[0](states.to(self.target.dtype))
+        else:
+            found = self.matrices[which](states)
+        return found
 
     def weight_bytes(self, count: int) -> int:
-        """Bytes of their own weights that the first `count` heads read."""
+        """Bytes of weights that the first `count` heads read, borrowed ones too."""
         own = sum(p.nbytes for blocks in list(self.blocks)[:count] for p in blocks.parameters())
+        if self._rows:
+            layer = self.target.model.get_output_embeddings()
+            return own + int(layer.weight.nbytes * self.settings.draft_vocab_size / layer.weight.shape[0])
         matrices = list(self.matrices)[: count if self.settings.lm_head == "own" else 1]
         return own + sum(p.nbytes for matrix in matrices for p in matrix.parameters())
 
@@ -171,13 +199,11 @@ class Medusa(Drafter[Trunk]):
             )
         self.taps = (int(target.num_layers),)
         self._vocab_size = int(target.vocab_size)
-        self.heads = Heads(self.head, target.unembed).to(device=target.device, dtype=target.dtype)
+        self.heads = Heads(self.head, target, target.dtype).to(target.device)
         for parameter in self.heads.parameters():
             parameter.requires_grad_(False)
-        borrowed = 0 if len(self.heads.matrices) else target.model.get_output_embeddings().weight.nbytes
         self._shares = [
-            (self.heads.weight_bytes(count) + borrowed) / target.weight_bytes
-            for count in range(1, 1 + settings.num_heads)
+            self.heads.weight_bytes(count) / target.weight_bytes for count in range(1, 1 + settings.num_heads)
         ]
 
     def begin(self, prompt: Step) -> Trunk:
@@ -284,26 +310,12 @@ class Medusa(Drafter[Trunk]):
         return whole
 
     def _grown(self, ask: Ask, guesses: list[list[Guess]]) -> TokenTree:
-        """The best tree: the largest products of shares along a path."""
-        tokens, parents, scores, depths = [ask.pending], [-1], [1.0], [0]
-        heap: list[tuple[float, int, int, int]] = []
-        node = born = 0
-        while len(tokens) <= ask.budget:
-            if depths[node] < len(guesses):
-                for token, share in guesses[depths[node]]:
-                    born += 1  # of equally good nodes the one that was thought of first
-                    if scores[node] * share >= LEAST:
-                        heapq.heappush(heap, (-scores[node] * share, born, node, token))
-            if not heap:
-                break
-            score, _, parent, token = heapq.heappop(heap)
-            node = len(tokens)
-            tokens.append(token)
-            parents.append(parent)
-            scores.append(-score)
-            depths.append(depths[parent] + 1)
-        size = 1 + best_cut(scores[1:], self.costs.shared(ask.rows)).num_nodes  # best first: the others stand last
-        return TokenTree(torch.tensor(tokens[:size]), torch.tensor(parents[:size]), score=torch.tensor(scores[:size]))
+        """The best tree: what may follow a node are the candidates of the head for its depth."""
+
+        def ways(tree: Growing, node: int) -> list[Guess]:
+            return guesses[tree.depths[node]]
+
+        return grow(ask, ways, depth=len(guesses), least=LEAST, costs=self.costs)
 
     def _fixed(self, ask: Ask, guesses: list[list[Guess]]) -> TokenTree:
         """The tree that was asked for, as far as heads have said something."""
@@ -321,25 +333,33 @@ class Medusa(Drafter[Trunk]):
             scores.append(scores[place[above]] * guess.share)
         return TokenTree(torch.tensor(tokens), torch.tensor(parents), score=torch.tensor(scores))
 
-    def loss(self, hidden: Float[Tensor, "B T H"], tokens: Int64[Tensor, "B T2"], decay: float = 0.8) -> Tensor:
-        """Cross-entropy of every head with the tokens that followed, head i weighted by `decay` to the power i.
+    def loss(self, batch: Batch, *, mix: Mix = USUAL, decay: float = 0.8) -> tuple[Tensor, dict[str, float]]:
+        """What texts say about the heads, to be made small: head i is held against the token i + 2 places on.
+
+        Places where the target's likeliest token is none of the ids that the heads score do not count.
 
         Args:
-            hidden: the target's last hidden states behind the first T tokens of each text.
-            tokens: the texts, of T + 1 tokens or more; head i at t is held against token t + 2 + i, where there is one.
+            mix: how laws are compared.
+            decay: weight of a head over the one before.
+
+        Returns:
+            The weighted sum over the places of all heads by the number of head 0's, and for each head i sums over its
+            places: `places_i`, their number; `learnt_i`, with those that did not count; `right_i`, where its best guess
+            is the target's; `kept_i`, of its guesses that would be kept under sampling.
         """
         assert self.heads is not None, "a drafter is bound before it is trained"
-        total = hidden.new_zeros((), dtype=torch.float32)
-        for i in range(self._num_heads):
-            size = min(hidden.shape[1], tokens.shape[1] - 2 - i)
-            if size < 1:
-                break
-            logits, wanted = self.heads(hidden[:, :size], i + 1)[..., i, :], tokens[:, 2 + i : 2 + i + size]
-            if self.heads.ids is not None:
-                wanted = _among(wanted, self.heads.ids)
-            loss = functional.cross_entropy(logits.float().flatten(0, 1), wanted.flatten(), ignore_index=-100)
-            total = total + decay**i * loss
-        return total
+        heads, end = self.heads, batch.tokens.shape[1] - 1
+        known = within(batch, heads.ids, heads.target.unembed)
+        total, notes, places = batch.last.new_zeros((), dtype=torch.float32), dict[str, float](), 0
+        for i in range(min(self._num_heads, end - 1)):
+            counts = batch.learn[:, 2 + i :] & known[:, 1 + i : end]
+            token = places_among(batch.tokens[:, 2 + i :][counts], heads.ids)
+            states, last = batch.hidden[:, : end - 1 - i][counts], batch.last[:, 1 + i : end][counts]
+            found = judge(mix, states, partial(heads.score, i), last, heads.teach, token, heads.num_ids)
+            places = places or found.number
+            total = total + decay**i * found.loss
+            notes |= found.notes(i, batch.learn[:, 2 + i :])
+        return total / max(1, places), notes
 
 
 def check_layered(target: Any) -> None:
@@ -352,14 +372,6 @@ def check_layered(target: Any) -> None:
         raise IncompatibleDrafter(
             f"a head reads the states behind a model's layers, and {type(target).__name__} has none"
         )
-
-
-def _among(tokens: Int64[Tensor, "B T"], ids: Int64[Tensor, "Vd"]) -> Int64[Tensor, "B T"]:
-    """The places of tokens among some ids; -100 for those that are not."""
-    order = ids.argsort()
-    at = torch.searchsorted(ids[order], tokens.contiguous()).clamp(max=len(ids) - 1)
-    place = order[at]
-    return torch.where(ids[place] == tokens, place, -100)
 
 
 def checked_choices(choices: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:

@@ -1,6 +1,10 @@
 """Parts of heads, made around weights that were read: nothing is initialised, so no random number is drawn."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -30,3 +34,29 @@ class Norm(nn.Module):
         wide = x if x.dtype == torch.float64 else x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
+
+
+def unembedding(target: Any, ids: Int64[Tensor, "Vd"] | None) -> Callable[[Tensor], Tensor]:
+    """The target's vocabulary product over some ids, from a copy of these rows of its matrix; over all if None."""
+    if ids is None:
+        found: Callable[[Tensor], Tensor] = target.unembed
+        return found
+    weight, bias = _vocabulary(target)
+    at = ids.to(weight.device)
+    return Linear(weight[at], None if bias is None else bias[at]).requires_grad_(False)
+
+
+def scored(target: Any, states: Float[Tensor, "*B H"]) -> Float[Tensor, "*B V"]:
+    """The target's vocabulary product of a head's states: its own way of it, or one that slopes are known of."""
+    states = states.to(target.dtype)
+    if states.requires_grad:
+        return functional.linear(states, *_vocabulary(target))
+    found: Tensor = target.unembed(states)
+    return found
+
+
+def _vocabulary(target: Any) -> tuple[Tensor, Tensor | None]:
+    """The target's vocabulary matrix, and its bias if there is one."""
+    layer = target.model.get_output_embeddings()
+    bias = getattr(layer, "bias", None)
+    return layer.weight.detach(), None if bias is None else bias.detach()

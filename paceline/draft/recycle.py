@@ -21,14 +21,14 @@ tree of 80 nodes. Here a table belongs to one sequence, so nothing passes from o
 own pairs begin it, and the tree grows best node first within the budget.
 """
 
-import heapq
 import math
 from dataclasses import dataclass, field
 
 import torch
 
 from paceline.draft.base import Ask, Drafter, Step
-from paceline.draft.costs import Costs, best_cut
+from paceline.draft.best_first import Growing, grow
+from paceline.draft.costs import Costs
 from paceline.errors import check_whole
 from paceline.tree import TokenTree
 
@@ -160,26 +160,12 @@ class Recycle(Drafter[Table]):
 
     def _grow(self, table: Table, ask: Ask) -> TokenTree:
         table.is_drafted = True
-        tokens, parents, scores, depths = [ask.pending], [-1], [1.0], [0]
-        heap: list[tuple[float, int, int, int]] = []
-        node = born = 0
-        while len(tokens) <= ask.budget:
-            if depths[node] < ask.depth:
-                above = tokens[parents[node]] if node else table.last
-                for token, chance in table.ways(above, tokens[node]):
-                    born += 1  # of equally good nodes the one that was thought of first
-                    if scores[node] * chance >= LEAST:
-                        heapq.heappush(heap, (-scores[node] * chance, born, node, token))
-            if not heap:
-                break
-            score, _, parent, token = heapq.heappop(heap)
-            node = len(tokens)
-            tokens.append(token)
-            parents.append(parent)
-            scores.append(-score)
-            depths.append(depths[parent] + 1)
-        size = 1 + best_cut(scores[1:], self.costs.shared(ask.rows)).num_nodes  # best first: the others stand last
-        return TokenTree(torch.tensor(tokens[:size]), torch.tensor(parents[:size]), score=torch.tensor(scores[:size]))
+
+        def ways(tree: Growing, node: int) -> list[tuple[int, float]]:
+            above = tree.tokens[tree.parents[node]] if node else table.last
+            return table.ways(above, tree.tokens[node])
+
+        return grow(ask, ways, depth=ask.depth, least=LEAST, costs=self.costs)
 
 
 def _with(following: int, entry: Entry | None) -> Entry:

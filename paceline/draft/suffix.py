@@ -23,19 +23,17 @@ of both are asked in the order of these chances.
 Oliaro et al. (SuffixDecoding, 2411.04975) grow such trees by counts alone; SAM-Decoding matches by the automaton.
 """
 
-import heapq
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-
 from paceline.draft.automaton import OVERLAP, Automaton, Store
 from paceline.draft.base import Ask, Drafter, Step
+from paceline.draft.best_first import Growing, grow
 from paceline.draft.corpus import DEPTH, Continuations, Corpus
-from paceline.draft.costs import Costs, best_cut
+from paceline.draft.costs import Costs
 from paceline.errors import BadRequest, check_whole
 from paceline.tree import TokenTree
 
@@ -270,30 +268,17 @@ class Suffix(Drafter[Text]):
         if not text.ids:
             text.add([ask.pending])  # a prompt of one token
         deepest = ask.depth if self.max_depth is None else min(ask.depth, self.max_depth)
-        tokens, parents, scores, depths = [ask.pending], [-1], [1.0], [0]
         places = {0: self._places(text)}
-        heap: list[tuple[float, int, int, int]] = []
         text.guesses, text.nodes = {}, {}
-        node = born = 0
-        while len(tokens) <= ask.budget:
-            if depths[node] < deepest:
-                if node:
-                    places[node] = self._walk(places[parents[node]], tokens[node])
-                guesses = text.guesses[node] = self._guesses(text, places[node], self.min_score / scores[node])
-                for token, share in guesses.all:
-                    born += 1  # of equally good nodes the one that was thought of first
-                    if scores[node] * share >= self.min_score:
-                        heapq.heappush(heap, (-scores[node] * share, born, node, token))
-            if not heap:
-                break
-            score, _, parent, token = heapq.heappop(heap)
-            node = text.nodes[parent, token] = len(tokens)
-            tokens.append(token)
-            parents.append(parent)
-            scores.append(-score)
-            depths.append(depths[parent] + 1)
-        size = 1 + best_cut(scores[1:], self.costs.shared(ask.rows)).num_nodes  # best first: the others stand last
-        return TokenTree(torch.tensor(tokens[:size]), torch.tensor(parents[:size]), score=torch.tensor(scores[:size]))
+
+        def ways(tree: Growing, node: int) -> list[Guess]:
+            if node:
+                text.nodes[tree.parents[node], tree.tokens[node]] = node
+                places[node] = self._walk(places[tree.parents[node]], tree.tokens[node])
+            guesses = text.guesses[node] = self._guesses(text, places[node], self.min_score / tree.scores[node])
+            return guesses.all
+
+        return grow(ask, ways, depth=deepest, least=self.min_score, costs=self.costs)
 
     def _places(self, text: Text) -> list[Place]:
         """Where the text stands: in its own automaton, in those of stored texts, and in the corpus."""

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from paceline.errors import BadRequest, CorruptWeights, PacelineError, UnsupportedModel, nearest
 
@@ -53,6 +55,7 @@ __all__ = [
     "describe",
     "description",
     "kind_of",
+    "own_matrix",
     "read_head",
     "with_layer_ids",
     "write_head",
@@ -165,6 +168,28 @@ def _no_head(weights: Weights) -> UnsupportedModel:
         f"{weights.path} is no draft head that can be read: its tensors are {few or 'none'}; Medusa's are called "
         "0.0.linear.weight or blocks.0.layers.0.weight, those of EAGLE fc.weight and layers.0.… or midlayer.…"
     )
+
+
+def own_matrix(head: Head, weight: Float[Tensor, "V H"]) -> Head:
+    """Medusa heads that bring the vocabulary matrix they borrow from the target, as vLLM needs them.
+
+    Args:
+        weight: the target's vocabulary matrix; of a trimmed vocabulary its rows are taken.
+
+    Raises:
+        BadRequest: the head is another kind, has a matrix, or the matrix is another target's.
+    """
+    settings = head.settings
+    if not isinstance(settings, MedusaSettings) or settings.lm_head != "target":
+        raise BadRequest(f"a {head.kind} head with a matrix of its own was given; there is nothing to add to it")
+    if tuple(weight.shape) != (settings.vocab_size, settings.hidden_size):
+        raise BadRequest(
+            f"a matrix of {list(weight.shape)} was given; the heads are for a target whose matrix is "
+            f"{[settings.vocab_size, settings.hidden_size]}"
+        )
+    ids = head.target_ids
+    rows = (weight if ids is None else weight[ids.to(weight.device)]).detach().to(head.dtype).cpu()
+    return replace(head, settings=replace(settings, lm_head="shared"), tensors={**head.tensors, "lm_head.weight": rows})
 
 
 def check_head(head: Head) -> None:
