@@ -1,5 +1,6 @@
 """Medusa and EAGLE against forwards written from the formulas, without caches; texts against plain decoding."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -238,8 +239,8 @@ def test_the_mask_of_the_first_step_is_causal() -> None:
     assert unrolled_mask(5, 2)[4].nonzero().flatten().tolist() == [0, 1, 2, 5 + 3, 10 + 4]
 
 
-def trained(drafter: Any, texts: list[list[int]], steps: int, rate: float = 3e-3) -> Any:
-    """A drafter after some steps on a few texts."""
+def trained(drafter: Any, texts: list[list[int]], steps: int, rate: float, unrolled: dict[str, int]) -> Any:
+    """A drafter after some steps on a few texts, at a rate that falls along a cosine."""
     module = drafter.network if isinstance(drafter, Eagle) else drafter.heads
     parameters = [p for p in module.parameters() if p.is_floating_point()]
     for parameter in parameters:
@@ -249,9 +250,12 @@ def trained(drafter: Any, texts: list[list[int]], steps: int, rate: float = 3e-3
     states = [hidden_states(text) for text in texts]
     tapped = torch.stack([torch.cat([own[tap] for tap in drafter.taps], dim=-1) for own in states])
     last = torch.stack([own[-1] for own in states])
-    for _ in range(steps):
+    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), tapped, last)
+    for step in range(steps):
+        optimiser.param_groups[0]["lr"] = rate * 0.5 * (1.0 + math.cos(math.pi * step / steps))
         optimiser.zero_grad()
-        drafter.loss(Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), tapped, last))[0].backward()
+        drafter.loss(batch, **unrolled)[0].backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 0.5)
         optimiser.step()
     for parameter in parameters:
         parameter.requires_grad_(False)
@@ -269,14 +273,16 @@ def test_a_head_that_knows_a_page_by_heart_drafts_it(kind: str) -> None:
         "eagle": lambda: Eagle(eagle(width(), size(), seed=1), depth=6, tree_top_k=2),
         "eagle3": lambda: Eagle(eagle3(width(), size(), seed=1), depth=6, tree_top_k=2),
     }
-    steps, least = {"medusa": (600, 4.0), "eagle": (3000, 2.5), "eagle3": (600, 4.0)}[kind]
-    drafter = trained(bound(made[kind]()), [page], steps)
+    # EAGLE-1 as published learns one step alone; unrolled over its own states it learns to go on from them.
+    options: dict[str, Any] = {"steps": 800, "rate": 5e-3} if kind == "eagle" else {"steps": 400, "rate": 4e-3}
+    unrolled = {"eagle": {"steps": 6}}.get(kind, {})
+    drafter = trained(bound(made[kind]()), [page], **options, unrolled=unrolled)
     sampled = {"temperature": 1.0, "seed": 5}
     (looked,) = decode(target(), [prompt], Ngram(), max_tokens=80, **sampled)
     (row,) = decode(target(), [prompt], drafter, max_tokens=80, **sampled)
     assert row.ids == looked.ids == page
     assert looked.stats.mean_acceptance_length < 1.5
-    assert row.stats.mean_acceptance_length > least  # EAGLE-1 is not taught to go on from its own states
+    assert row.stats.mean_acceptance_length > 4.0
 
 
 def test_losses_are_cross_entropies() -> None:

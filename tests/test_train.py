@@ -384,7 +384,7 @@ def test_a_training_that_was_killed_ends_as_one_that_was_not(
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     process = child(deep_model, whole)
     assert process.wait() == 0
-    for line in ("making data 2", "training 1", "training 4", "measuring 0"):
+    for line in ("making data 2", "training 3", "measuring 0"):
         killed_at(child(deep_model, cut), line)
     process = child(deep_model, cut)
     out, _ = process.communicate()
@@ -537,7 +537,7 @@ train(llm, Recipe(**{recipe().to_dict()!r}), Path(sys.argv[1]))
     )
     environment = os.environ | {"PACELINE_SHAPE_CHECKS": "off", "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, code, tmp_path / "one", "1"], check=True, env=environment)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     subprocess.run([*launch, code, tmp_path / "two", "2"], check=True, env=environment | {"ACCELERATE_USE_CPU": "true"})
     mine, other = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert mine.keys() == other.keys()
@@ -563,7 +563,7 @@ def taught_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         model = Qwen2ForCausalLM(config)
         follow = torch.randint(3, len(tokenizer), (16, 2))
         optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        for _ in range(300):
+        for _ in range(200):
             ids = torch.randint(3, len(tokenizer), (16, 1))
             while ids.shape[1] < 48:
                 choice = follow[ids[:, -1] % 16]
@@ -599,6 +599,7 @@ class FirstGuesses(Drafter[Any]):
             if state[1] is not None:
                 self.right += state[1] == step.following[0]
                 self.number += 1
+            state[1] = None  # for a text's last token nobody is asked
         self.inner.observe([state[0] for state in states], steps)
 
     def end(self, state: list[Any]) -> None:
@@ -609,24 +610,24 @@ class FirstGuesses(Drafter[Any]):
 @pytest.mark.parametrize("method", ["medusa", "eagle3"])
 def test_what_is_read_is_what_is_drafted(taught_model: Path, tmp_path: Path, method: str) -> None:
     """Above chance, and the same share of right first guesses in training and in decoding."""
-    llm = LLM(taught_model, None, threads=2)
+    llm = LLM(taught_model, None, threads=1)
     own = recipe(
-        method, num_samples=60, max_tokens=60, group_size=30, num_rows=30, held_out=12, epochs=6, batch_tokens=512,
-        draft_vocab_size=300, learning_rate=3e-3,
+        method, num_samples=60, max_tokens=60, max_question_tokens=24, temperature=1.0, group_size=60, num_rows=60,
+        held_out=12, epochs=3, accumulate=1, batch_tokens=256, draft_vocab_size=300, learning_rate=5e-3, num_heads=2,
     )  # fmt: skip
     train(llm, own, tmp_path / "a")
     notes = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
-    first, *_, last = [note for note in notes if "acceptance_length" in note]
-    assert last["acceptance_length"] > first["acceptance_length"] + 0.1
-    assert last["held_out"]["right_0"] > 3 * max(first["held_out"]["right_0"], 1 / 300)
+    epochs = [note for note in notes if "acceptance_length" in note]
+    best = max(epochs, key=lambda note: note["acceptance_length"])
+    assert epochs[0]["acceptance_length"] < 1.5 < 2.5 < best["acceptance_length"]
+    assert best["held_out"]["right_0"] > 0.9 > 0.1 > epochs[0]["held_out"]["right_0"]
     held = Texts(tmp_path / "a" / "work" / "data", [HELD_OUT])
     drafter = loop.chain_of(read_head(tmp_path / "a"))
     drafter.bind(llm.target)
     first = FirstGuesses(drafter)
     params = SamplingParams(temperature=0.0, max_tokens=60)
-    for i in range(len(held)):
-        llm.generate([held.prompt(i)], params, speculative_config={"method": first, "num_speculative_tokens": 4})
-    best = max((note for note in notes if "acceptance_length" in note), key=lambda note: note["acceptance_length"])
+    prompts = [held.prompt(i) for i in range(len(held))]
+    llm.generate(prompts, params, speculative_config={"method": first, "num_speculative_tokens": 4})
     assert first.number > 500
     assert first.right / first.number == pytest.approx(best["held_out"]["right_0"], abs=0.005)
 
