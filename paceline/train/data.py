@@ -44,6 +44,22 @@ SHINGLE = 3
 """Words that are compared together when texts are held against each other."""
 ALIKE = 0.6
 """Part of their shingles that two texts share which are nearly the same."""
+FIELDS = (
+    "",
+    "The user will describe a Python function, with its arguments and what it must return, and ask for the code.",
+    "The user will pose a word problem of school mathematics with several numbers in it.",
+    "The user will ask for a short text about something in particular: a story, an email, a review or a poem.",
+    "The user will show some code and ask to explain it, to extend it, or to find what is wrong with it.",
+    "The user will ask a question about history, geography, science, society or the arts.",
+    "The user will give a paragraph of a few sentences and ask for a summary, or ask questions about it.",
+    "The user will ask for advice about work, travel, health, learning or everyday life.",
+    "The user will ask how to do something with a computer: a command, a library, a query or a design.",
+    "The user will pose a puzzle, a proof or a calculation and ask for each step.",
+    "The user will give a sentence or two and ask for them in another language, or in another style.",
+    "The user will ask to extract, sort, compare or reformat data that they give.",
+)
+"""What questions are about, in turn, as a system message says it; the first one is whatever the template says itself. A
+model that is asked for nothing in particular speaks of itself."""
 PLACE = "\u2983words\u2984"
 """Stands where a user's words go in a chat template."""
 
@@ -158,14 +174,22 @@ def _short(ids: list[int], llm: Any, more: int) -> list[int]:
     return ids
 
 
-def users_turn(llm: Any) -> list[int] | None:
-    """What a chat template puts before a user's words; None without a template."""
+def users_turn(llm: Any, field: str = "") -> list[int] | None:
+    """What a chat template puts before a user's words; None without a template.
+
+    Args:
+        field: what the user asks about, in a system message where the template has room for one.
+    """
     tokenizer = llm.tokenizer
     if not tokenizer.chat_template:
         return None
-    shown = tokenizer.apply_chat_template(
-        [{"role": "user", "content": PLACE}], tokenize=False, add_generation_prompt=False
-    )
+    messages = [{"role": "system", "content": field}] * bool(field) + [{"role": "user", "content": PLACE}]
+    try:
+        shown = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+    except Exception:  # the template's own way to say that it knows no system message
+        if not field:
+            raise
+        return users_turn(llm)
     before, found, _ = shown.partition(PLACE)
     if not found:
         raise BadRequest(
@@ -253,20 +277,19 @@ def ask_oneself(llm: Any, recipe: Recipe, group: str, count: int) -> list[Source
     """Questions that the target writes in the user's place; what is nearly the same as an earlier one is dropped."""
     from paceline.draft.base import NoDraft
 
-    begin = users_turn(llm)
     seeds = [seed_of(recipe.seed, group, i, "question") for i in range(count)]
-    if begin is None:  # a model that only goes on with texts does so from its first token
+    begins = [users_turn(llm, FIELDS[i % len(FIELDS)]) for i in range(count)]
+    if begins[0] is None:  # a model that only goes on with texts does so from its first token
         start = llm.tokenizer.bos_token_id
         starts = [start if start is not None else seed % llm.target.vocab_size for seed in seeds]
         return [Source([first], None, "") for first in starts]
-    if not begin:
-        begin = [i for i in (llm.tokenizer.bos_token_id,) if i is not None]
-    limit = min(recipe.max_question_tokens, llm.max_model_len - len(begin) - 1)
-    if not begin or limit < 1:
-        what = "puts nothing before the user's words" if not begin else "leaves no room for a question"
+    prompts = [begin or [i for i in (llm.tokenizer.bos_token_id,) if i is not None] for begin in begins]
+    limit = min(recipe.max_question_tokens, llm.max_model_len - max(map(len, prompts)) - 1)
+    if not all(prompts) or limit < 1:
+        what = "leaves no room for a question" if all(prompts) else "puts nothing before the user's words"
         raise BadRequest(f"the chat template of {llm.source.name} {what}; give questions with --data FILE")
-    params = [SamplingParams(temperature=1.0, max_tokens=limit, seed=seed) for seed in seeds]
-    found = _write(llm, [begin] * count, params, NoDraft(), recipe.num_rows)
+    params = [SamplingParams(temperature=0.8, top_p=0.9, max_tokens=limit, seed=seed) for seed in seeds]
+    found = _write(llm, prompts, params, NoDraft(), recipe.num_rows)
     texts = [llm.tokenizer.decode(row.output_ids, skip_special_tokens=True).strip() for row, _ in found]
     seen, sources = Seen(), []
     for text in texts:
