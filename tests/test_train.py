@@ -26,9 +26,10 @@ from paceline.cli import app
 from paceline.draft import losses
 from paceline.draft.base import Ask, Drafter, Step
 from paceline.draft.losses import Batch, Mix, judge, places_among
+from paceline.draft.medusa import Heads
 from paceline.draft.self_check import DoubtfulHead
 from paceline.errors import BadRequest, PacelineError
-from paceline.formats import read_head, write_head
+from paceline.formats import own_matrix, read_head, write_head
 from paceline.train import Recipe, loop, train
 from paceline.train import data as texts_of
 from paceline.train.data import HELD_OUT, Folder, Plan, Seen, Texts, batches, commonest, users_turn
@@ -768,3 +769,19 @@ def test_the_command_refuses_before_it_loads(deep_model: Path, tmp_path: Path, m
     assert words in " ".join(result.stderr.split())
     assert "loading" not in result.stderr
     assert not (tmp_path / "head").exists()
+
+
+def test_a_borrowed_matrix_is_brought_along(llm: LLM, tmp_path: Path) -> None:
+    """For engines that do not borrow: the same guesses, from a matrix of its own."""
+    ids = torch.arange(3, 203)
+    borrowed = fresh(recipe("medusa"), llm.target, ids, torch.float64)
+    weight = llm.target.model.get_output_embeddings().weight
+    write_head(own_matrix(borrowed, weight), tmp_path / "head", "vllm-medusa")
+    again = read_head(tmp_path / "head")
+    states = torch.randn(4, 32, dtype=torch.float64)
+    assert torch.allclose(Heads(again, llm.target)(states), Heads(borrowed, llm.target)(states))
+    assert not any("cannot load it" in note for note in again.notes)
+    with pytest.raises(BadRequest, match="a matrix of its own"):
+        own_matrix(again, weight)
+    with pytest.raises(BadRequest, match=r"a matrix of \[302, 32\] was given"):
+        own_matrix(borrowed, weight[1:])
