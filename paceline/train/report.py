@@ -84,7 +84,7 @@ def card(path: Path, recipe: Recipe, length: float, num_texts: int, num_learnt: 
     where = "written by the model itself" if recipe.data == "self" else f"from `{Path(recipe.data).name}`"
     others = {
         "medusa": "It borrows the model's vocabulary matrix; with `paceline.formats.own_matrix` vLLM reads it too.",
-        "eagle": "vLLM and SGLang read this folder as it is.",
+        "eagle": "vLLM reads this folder as it is; SGLang asks for the architecture LlamaForCausalLMEagle.",
         "eagle3": "vLLM and SGLang read this folder as it is; `write_head(..., 'speculators')` makes the other layout.",
     }
     text = f"""---
