@@ -486,7 +486,7 @@ def features(results: Path) -> dict[str, str]:
         "feature_nearest_distance": share(found["nearest"]["distance"], 0),
         "feature_nearest_kept": share(found["nearest"]["kept"], 0),
         "feature_steps_kept": share(found["steps"]["kept"], 0),
-        "feature_correlation": f"{found['rank_correlation']:.2f}".replace("-", "2212"),
+        "feature_correlation": f"{found['rank_correlation']:.2f}".replace("-", "−"),
     }
 
 

@@ -205,16 +205,22 @@ def truncated(points: Sequence[dict[str, Any]], caption: str) -> str:
 
 
 def features(found: dict[str, Any], caption: str) -> str:
-    """What is left of 1 - TV when states are moved, and of pairs of states by their distance."""
+    """What is left of 1 - TV when states are moved, and what others have in common with them."""
     figure, axes = plot(height=3.2)
     at = [row["error"] for row in found["errors"]]
-    for name, key, color in (("random", "kept_random", TEAL), ("towards another", "kept_towards", ORANGE)):
+    for name, key, color, named in (
+        ("random direction", "kept_random", TEAL, -1),
+        ("towards another", "kept_towards", ORANGE, 6),
+    ):
         values = [row[key] for row in found["errors"]]
         axes.plot(at, values, "o-", color=color, ms=4)
-        named_end(axes, at[-1], values[-1], name, color, dx=7)
+        named_end(axes, at[named], values[named], name, color, dx=9)
+    near = found["nearest"]
+    axes.plot(near["distance"], near["kept"], "D", color=BLUE, ms=6)
+    named_end(axes, near["distance"], near["kept"], "nearest other", BLUE, dx=9)
     pairs = [(row["distance"], row["kept"]) for row in found["pairs"]]
     axes.plot(*zip(*pairs, strict=True), "s", color=VIOLET, ms=4)
-    named_end(axes, *pairs[-1], "pairs", VIOLET, dx=7)
+    named_end(axes, *pairs[4], "pairs", VIOLET, dx=0, dy=10)
     axes.set_ylim(0, 1)
     axes.set(xlabel="distance, in lengths of a state", ylabel="1 − TV")
     return svg(figure, caption)
