@@ -22,7 +22,7 @@ from paceline.draft.losses import Batch
 from paceline.draft.medusa import Medusa
 from paceline.draft.self_check import DoubtfulHead, self_check
 from paceline.errors import IncompatibleDrafter, ModelNotFound
-from paceline.formats import Head, write_head
+from paceline.formats import Head, with_own, write_head
 from paceline.plan import make_plan
 from paceline.target import HFTarget
 
@@ -40,10 +40,11 @@ def llm(tiny_model: Path) -> LLM:
 def folders(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A folder for each kind of head, of random weights."""
     hidden, vocab = llm.target.hidden_size, llm.target.vocab_size
+    third = eagle3(hidden, vocab, ids=torch.arange(0, vocab, 2), layer_ids=(0, 1))
     heads = {
         "medusa": (medusa(hidden, vocab), "medusa"),
         "eagle": (eagle(hidden, vocab), "eagle"),
-        "eagle3": (eagle3(hidden, vocab, ids=torch.arange(0, vocab, 2), layer_ids=(0, 1)), "speculators"),
+        "eagle3": (with_own(third, embed_tokens=llm.target.model.get_input_embeddings().weight), "speculators"),
     }
     root = tmp_path_factory.mktemp("heads")
     for kind, (head, layout) in heads.items():

@@ -302,7 +302,7 @@ def test_layers_that_are_none_are_refused(truncated: ModuleType) -> None:
 def test_pages_show_the_measurement_or_how_to_make_it(
     page: str, figures: ModuleType, measured: dict[str, Any], tmp_path: Path
 ) -> None:
-    for name in ("drafters.json", "more-drafters.json", "forward.json"):
+    for name in ("drafters.json", "more-drafters.json", "forward.json", "features.json"):
         shutil.copy(ROOT / "benchmarks" / "results" / name, tmp_path)
     without = figures.fill(_source(page), tmp_path)
     assert "python benchmarks/truncated.py" in without

@@ -55,9 +55,9 @@ __all__ = [
     "describe",
     "description",
     "kind_of",
-    "own_matrix",
     "read_head",
     "with_layer_ids",
+    "with_own",
     "write_head",
 ]
 _OTHER_KINDS = {
@@ -170,26 +170,43 @@ def _no_head(weights: Weights) -> UnsupportedModel:
     )
 
 
-def own_matrix(head: Head, weight: Float[Tensor, "V H"]) -> Head:
-    """Medusa heads that bring the vocabulary matrix they borrow from the target, as vLLM needs them.
+def with_own(
+    head: Head, *, lm_head: Float[Tensor, "V H"] | None = None, embed_tokens: Float[Tensor, "V H"] | None = None
+) -> Head:
+    """The same head bringing what it borrows from its target, for engines that do not lend it.
 
     Args:
-        weight: the target's vocabulary matrix; of a trimmed vocabulary its rows are taken.
+        lm_head: the target's vocabulary matrix, for Medusa heads; of a trimmed vocabulary its rows are taken.
+        embed_tokens: the target's embedding, for EAGLE heads: speculators leaves a missing one unfilled.
 
     Raises:
-        BadRequest: the head is another kind, has a matrix, or the matrix is another target's.
+        BadRequest: the head has its own, or is of another kind, or the matrix is another target's.
     """
-    settings = head.settings
-    if not isinstance(settings, MedusaSettings) or settings.lm_head != "target":
-        raise BadRequest(f"a {head.kind} head with a matrix of its own was given; there is nothing to add to it")
-    if tuple(weight.shape) != (settings.vocab_size, settings.hidden_size):
-        raise BadRequest(
-            f"a matrix of {list(weight.shape)} was given; the heads are for a target whose matrix is "
-            f"{[settings.vocab_size, settings.hidden_size]}"
-        )
-    ids = head.target_ids
-    rows = (weight if ids is None else weight[ids.to(weight.device)]).detach().to(head.dtype).cpu()
-    return replace(head, settings=replace(settings, lm_head="shared"), tensors={**head.tensors, "lm_head.weight": rows})
+    settings, tensors = head.settings, dict(head.tensors)
+    borrows_matrix = isinstance(settings, MedusaSettings) and settings.lm_head == "target"
+    borrows_embedding = isinstance(settings, EagleSettings) and settings.embed_tokens == "target"
+    for name, given, borrows in (
+        ("lm_head", lm_head, borrows_matrix),
+        ("embed_tokens", embed_tokens, borrows_embedding),
+    ):
+        if given is None:
+            continue
+        if not borrows:
+            raise BadRequest(f"{name} was given, and this {head.kind} head borrows none; leave it out")
+        if tuple(given.shape) != (settings.vocab_size, settings.hidden_size):
+            raise BadRequest(
+                f"{name} of {list(given.shape)} was given; the head is for a target whose matrix is "
+                f"{[settings.vocab_size, settings.hidden_size]}"
+            )
+    if lm_head is not None and isinstance(settings, MedusaSettings):
+        ids = head.target_ids
+        rows = lm_head if ids is None else lm_head[ids.to(lm_head.device)]
+        tensors["lm_head.weight"] = rows.detach().to(head.dtype).cpu()
+        settings = replace(settings, lm_head="shared")
+    if embed_tokens is not None and isinstance(settings, EagleSettings):
+        tensors["embed_tokens.weight"] = embed_tokens.detach().to(head.dtype).cpu()
+        settings = replace(settings, embed_tokens="own")
+    return replace(head, settings=settings, tensors=tensors)
 
 
 def check_head(head: Head) -> None:

@@ -182,6 +182,10 @@ def _speculators(head: Head, settings: Eagle3Settings) -> Written:
         raise _refuse("speculators", "a bias or a norm at fc that EAGLE-3 has not", instead)
     if settings.qkv_bias != settings.o_bias:
         raise _refuse("speculators", "biases in a part of its attention", instead)
+    if settings.embed_tokens == "target" and (head.source is None or head.source.layout != "speculators"):
+        # One that was read from there stays as it was.
+        own = "formats.with_own(head, embed_tokens=...) brings it: that package would leave it unfilled"
+        raise _refuse("speculators", "no embedding of its own", own)
     tensors = dict(head.tensors)
     if "d2t" in tensors and "t2d" not in tensors:  # here they are given together
         tensors["t2d"] = torch.zeros(settings.vocab_size, dtype=torch.bool)

@@ -29,8 +29,9 @@ def taps_of(recipe: Recipe, target: Any) -> tuple[int, ...]:
     if recipe.method != "eagle3":
         return (last,)
     found = recipe.layer_ids or default_layer_ids(last)
-    if len(set(found)) != len(found) or not all(0 <= k <= last for k in found):
-        raise BadRequest(f"layer_ids={list(found)} was given; different numbers from 0 to {last} are needed")
+    if len(set(found)) != len(found) or not all(0 <= k < last for k in found):
+        # The last one is behind the final norm here, and before it in other engines.
+        raise BadRequest(f"layer_ids={list(found)} was given; different numbers from 0 to {last - 1} are needed")
     return tuple(found)
 
 

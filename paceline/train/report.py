@@ -83,9 +83,9 @@ def card(path: Path, recipe: Recipe, length: float, num_texts: int, num_learnt: 
     kinds = {"medusa": "Medusa heads", "eagle": "An EAGLE-1 head", "eagle3": "An EAGLE-3 head"}
     where = "written by the model itself" if recipe.data == "self" else f"from `{Path(recipe.data).name}`"
     others = {
-        "medusa": "It borrows the model's vocabulary matrix; with `paceline.formats.own_matrix` vLLM reads it too.",
+        "medusa": "It borrows the model's vocabulary matrix; with `paceline.formats.with_own` vLLM reads it too.",
         "eagle": "vLLM reads this folder as it is; SGLang asks for the architecture LlamaForCausalLMEagle.",
-        "eagle3": "vLLM and SGLang read this folder as it is; `write_head(..., 'speculators')` makes the other layout.",
+        "eagle3": "vLLM and SGLang read this folder as it is; `with_own` and `write_head` make speculators' layout.",
     }
     text = f"""---
 base_model: {recipe.model}
