@@ -1,5 +1,5 @@
 """The command line: ``paceline pull``, ``generate``, ``chat``, ``plan``, ``certify``,
-``bench``, ``inspect`` and ``corpus``.
+``bench``, ``train``, ``inspect`` and ``corpus``.
 
 Everything heavy is imported inside the commands, so that ``paceline --help`` answers at once.
 """

@@ -1,6 +1,8 @@
 """What a request returns: text, ids, why it ended, and what speculation did. Plain data, imports nothing heavy."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -82,6 +84,24 @@ class Stats:
             "time",
         )
         return {name: getattr(self, name) for name in names}
+
+
+def combined(parts: Sequence[Stats]) -> Stats:
+    """The statistics of several requests taken together."""
+    whole = Stats()
+    for part in parts:
+        for one in fields(Stats):
+            setattr(whole, one.name, _added(getattr(whole, one.name), getattr(part, one.name)))
+    return whole
+
+
+def _added(one: Any, two: Any) -> Any:
+    """The sum of two counts, or of two lists or dicts of them, place by place."""
+    if isinstance(one, list):
+        return [a + b for a, b in zip_longest(one, two, fillvalue=0)]
+    if isinstance(one, dict):
+        return {key: one.get(key, 0.0) + two.get(key, 0.0) for key in one | two}
+    return one + two
 
 
 @dataclass(frozen=True)

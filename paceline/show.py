@@ -19,8 +19,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from paceline.bench.measure import Watched, combined, first_difference
-from paceline.output import Piece, RequestOutput, Stats
+from paceline.bench.measure import Watched, first_difference
+from paceline.output import Piece, RequestOutput, Stats, combined
 
 Kind = Literal["accepted", "corrected", "plain"]
 

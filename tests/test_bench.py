@@ -10,14 +10,14 @@ from fakes import FakeClock, FakeLLM
 from rich.console import Console
 
 from paceline.bench import peers, report
-from paceline.bench.measure import Answer, Method, combined, environment, first_difference, measure, watch
+from paceline.bench.measure import Answer, Method, environment, first_difference, measure, watch
 from paceline.bench.peers import Peer, stops_only, until_stop
 from paceline.bench.prompts import Prompt
 from paceline.bench.records import Record, Settings, Sidecar, differences, whole_rounds
 from paceline.bench.summary import interval, ratio_of_means, speed, summarise, within
 from paceline.errors import BadRequest, PacelineError
 from paceline.files import write_atomically
-from paceline.output import Stats
+from paceline.output import Stats, combined
 
 METHODS = {"none": {"method": "none"}, "ngram": {"method": "ngram"}}
 PROMPTS = [Prompt("a", ("say a",)), Prompt("b", ("say b", "and again"))]

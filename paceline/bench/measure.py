@@ -9,16 +9,15 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import datetime
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from paceline.bench.prompts import Prompt
 from paceline.bench.records import Record, Settings, Sidecar
 from paceline.errors import BadRequest, PacelineError
-from paceline.output import Piece, RequestOutput, Stats
+from paceline.output import Piece, RequestOutput, Stats, combined
 
 Clock = Callable[[], float]
 ChatIds = Callable[[list[dict[str, str]]], list[int]]
@@ -228,24 +227,6 @@ def converse(contender: Contender, prompt: Prompt, repeat: int, seed: int, chat_
         stats=asdict(combined(stats)) if stats else None,
         peak_rss_mb=peak_rss_mb(),
     )
-
-
-def combined(parts: Sequence[Stats]) -> Stats:
-    """The statistics of several requests taken together."""
-    whole = Stats()
-    for part in parts:
-        for field in fields(Stats):
-            setattr(whole, field.name, _added(getattr(whole, field.name), getattr(part, field.name)))
-    return whole
-
-
-def _added(one: Any, two: Any) -> Any:
-    """The sum of two counts, or of two lists or dicts of them, place by place."""
-    if isinstance(one, list):
-        return [a + b for a, b in zip_longest(one, two, fillvalue=0)]
-    if isinstance(one, dict):
-        return {key: one.get(key, 0.0) + two.get(key, 0.0) for key in one | two}
-    return one + two
 
 
 def first_difference(one: Sequence[int], two: Sequence[int]) -> int | None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from paceline.bench.measure import BASELINE, combined, first_difference
+from paceline.bench.measure import BASELINE, first_difference
 from paceline.bench.peers import NOTE, PEERS
 from paceline.bench.records import Record, Settings
-from paceline.output import Stats
+from paceline.output import Stats, combined
 
 RESAMPLES = 10_000
 

@@ -26,7 +26,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from paceline.bench.measure import combined
 from paceline.decode import run
 from paceline.draft import SpeculativeConfig
 from paceline.draft.base import Drafter
@@ -39,7 +38,7 @@ from paceline.formats import Head
 from paceline.formats.export import export
 from paceline.formats.head import MedusaSettings
 from paceline.kernels.machine import identity
-from paceline.output import Stats
+from paceline.output import Stats, combined
 from paceline.progress import human
 from paceline.sampling import SamplingParams
 from paceline.train import report

@@ -15,10 +15,9 @@ from test_text import of_words
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from paceline import LLM, BadRequest, SamplingParams
-from paceline.bench.measure import combined
 from paceline.decode import run
 from paceline.draft.model import DraftModel
-from paceline.output import Stats
+from paceline.output import Stats, combined
 from paceline.prefix import Prefixes
 from paceline.target import HFTarget
 from paceline.testing import ScriptedTree
