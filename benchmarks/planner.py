@@ -198,7 +198,8 @@ def label(plan: dict[str, Any], i: int) -> str:
     """A choice in words."""
     from paceline.plan import Choice
 
-    return f"`{named(Choice(**plan['choices'][i]))}`"
+    held = plan["choices"][i] | {"predicted_ci95": tuple(plan["choices"][i]["predicted_ci95"])}
+    return f"`{named(Choice(**held))}`"
 
 
 if __name__ == "__main__":

@@ -30,12 +30,13 @@ def write_atomically(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def sweep(folder: Path) -> None:
-    """Take away what processes that were killed left half written in a folder."""
-    for left in folder.glob(".*.*"):
-        number = left.suffix[1:]
-        if number.isdigit() and not _is_alive(int(number)):
-            left.unlink(missing_ok=True)
+def sweep(folder: Path, *names: str) -> None:
+    """Take away what processes that were killed left half written of some files, named by patterns."""
+    for name in names:
+        for left in folder.glob(f".{name}.*"):
+            number = left.suffix[1:]
+            if number.isdigit() and left.is_file() and not _is_alive(int(number)):
+                left.unlink(missing_ok=True)
 
 
 def _is_alive(number: int) -> bool:

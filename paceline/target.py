@@ -212,7 +212,18 @@ class HFTarget:
 
     def unembed(self, hidden: Float[Tensor, "... H"]) -> Float[Tensor, "... V"]:
         """See `Target`."""
-        return cast(Tensor, self.model.get_output_embeddings()(hidden))
+        return self.finish(cast(Tensor, self.model.get_output_embeddings()(hidden)))
+
+    def finish(self, logits: Tensor) -> Tensor:
+        """What some families do to the product of the vocabulary matrix before it is called logits."""
+        config = self.model.config.get_text_config()
+        if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
+            logits = logits * scale
+        if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
+            logits = logits / divisor
+        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma 2
+            logits = cap * torch.tanh(logits / cap)
+        return logits
 
     def _masks(
         self, lengths: Int64[Tensor, "B 1"], offsets: Tensor, mask: Tensor | None, cache: KVCache

@@ -34,6 +34,7 @@ from paceline.train import Recipe, loop, train
 from paceline.train import data as texts_of
 from paceline.train.data import HELD_OUT, Folder, Plan, Seen, Texts, batches, commonest, users_turn
 from paceline.train.fresh import fresh, taps_of
+from paceline.train.world import World
 from paceline.tree import TokenTree
 
 SMALL: dict[str, Any] = {
@@ -426,7 +427,7 @@ def test_another_recipe_in_the_same_folder_is_refused(llm: LLM, tmp_path: Path) 
 
 
 def test_two_trainers_in_one_folder(llm: LLM, tmp_path: Path) -> None:
-    with loop._lock(tmp_path / "a"), pytest.raises(BadRequest, match="another training runs"):
+    with loop._lock(tmp_path / "a" / "work", World()), pytest.raises(BadRequest, match="another training runs"):
         train(llm, recipe(), tmp_path / "a")
 
 

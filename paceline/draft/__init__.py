@@ -215,6 +215,10 @@ class SpeculativeConfig:
         if beside:
             raise BadRequest(f"{', '.join(beside)} given beside plan, which says that itself; leave one out")
         planned = read_plan(os.fspath(self.plan))
+        unknown = [name for name in planned.settings if name not in {f.name for f in fields(self)}]
+        if unknown or not isinstance(planned.settings.get("method"), str):
+            what = f"the key {unknown[0]!r}" if unknown else "no method"
+            raise BadRequest(f"plan {planned.path} has {what} and is no plan of this version; make one again")
         for name, value in planned.settings.items():
             cap = getattr(self, name)
             self._set(**{name: value if cap == _default(name) or name not in own[3:] else min(cap, value)})

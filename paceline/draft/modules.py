@@ -37,20 +37,22 @@ class Norm(nn.Module):
 
 
 def unembedding(target: Any, ids: Int64[Tensor, "Vd"] | None) -> Callable[[Tensor], Tensor]:
-    """The target's vocabulary product over some ids, from a copy of these rows of its matrix; over all if None."""
+    """The target's logits over some ids, from a copy of these rows of its matrix; over all if None."""
     if ids is None:
         found: Callable[[Tensor], Tensor] = target.unembed
         return found
     weight, bias = _vocabulary(target)
     at = ids.to(weight.device)
-    return Linear(weight[at], None if bias is None else bias[at]).requires_grad_(False)
+    rows = Linear(weight[at], None if bias is None else bias[at]).requires_grad_(False)
+    return lambda states: target.finish(rows(states))
 
 
 def scored(target: Any, states: Float[Tensor, "*B H"]) -> Float[Tensor, "*B V"]:
     """The target's vocabulary product of a head's states: its own way of it, or one that slopes are known of."""
     states = states.to(target.dtype)
     if states.requires_grad:
-        return functional.linear(states, *_vocabulary(target))
+        product: Tensor = target.finish(functional.linear(states, *_vocabulary(target)))
+        return product
     found: Tensor = target.unembed(states)
     return found
 

@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -17,6 +18,8 @@ from paceline.errors import BadRequest
 from paceline.kernels.machine import identity, machine_name
 
 KIND = "paceline plan"
+MOST_ROWS = 4096
+"""Rows that a plan can be for."""
 FORMAT = 1
 HOW = "paceline plan MODEL --json FILE"
 
@@ -47,9 +50,10 @@ class Planned:
             BadRequest: they are others; with what differs, and what to type.
         """
         here = place(target)
-        for name, value in self.place:
-            if here.get(name) != value:
-                told = "another model" if name == "model" else f"{name} {value!r}, and here it is {here.get(name)!r}"
+        there = dict(self.place)
+        for name, value in here.items():
+            if there.get(name) != value:
+                told = "another model" if name == "model" else f"{name} {there.get(name)!r}, and here it is {value!r}"
                 raise BadRequest(
                     f"plan {self.path} was made for {self.model} with {told}; make one for here: "
                     f"paceline plan MODEL --json {self.path}"
@@ -95,14 +99,15 @@ def read(path: Any) -> Planned:
         curve = tuple(points) if rows == 1 else ((1, 1.0), *points)
         if (
             not points
-            or any(cost <= 0.0 for _, cost in points)
+            or not 1 <= rows <= MOST_ROWS
+            or not all(0.0 < cost < math.inf for _, cost in points)
             or [n for n, _ in curve] != sorted({n for n, _ in curve})
         ):
             raise ValueError("its cost curve is none")
         config = tuple((str(key), _frozen(value)) for key, value in chosen["config"].items())
         where = tuple((str(key), value) for key, value in held["machine"].items())
         return Planned(str(path), config, curve, str(held["model"]), where)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         why = f"{error} is missing" if isinstance(error, KeyError) else error
         raise BadRequest(f"{str(path)!r} is not a plan of this version ({why}); make one: {HOW}") from None
 

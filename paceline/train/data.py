@@ -32,7 +32,7 @@ from paceline.draft.base import Ask, Drafter, Step
 from paceline.draft.costs import Costs
 from paceline.draft.losses import Batch
 from paceline.errors import BadRequest, CorruptWeights, PacelineError
-from paceline.files import sweep, whole, write_atomically
+from paceline.files import whole, write_atomically
 from paceline.kernels.machine import identity
 from paceline.progress import human
 from paceline.sampling import SamplingParams
@@ -40,6 +40,7 @@ from paceline.train.recipe import Recipe, seed_of
 from paceline.tree import TokenTree
 
 HELD_OUT = "held-out"
+LOCK = "lock"
 SHINGLE = 3
 """Words that are compared together when texts are held against each other."""
 ALIKE = 0.6
@@ -95,8 +96,8 @@ def read_jsonl(path: Path, llm: Any, recipe: Recipe) -> list[Source]:
             found.append(_source(json.loads(line), llm, recipe))
         except json.JSONDecodeError as error:
             bad.append(f"line {number}: no JSON ({error.msg} at column {error.colno})")
-        except PacelineError as error:
-            bad.append(f"line {number}: {error}")
+        except Exception as error:  # chat templates and tokenizers have their own ways to refuse
+            bad.append(f"line {number}: {error or type(error).__name__}")
     if bad:
         more = f"\n  and {len(bad) - 10} more" if len(bad) > 10 else ""
         raise BadRequest(
@@ -279,10 +280,10 @@ def ask_oneself(llm: Any, recipe: Recipe, group: str, count: int) -> list[Source
 
     seeds = [seed_of(recipe.seed, group, i, "question") for i in range(count)]
     begins = [users_turn(llm, FIELDS[i % len(FIELDS)]) for i in range(count)]
-    if begins[0] is None:  # a model that only goes on with texts does so from its first token
+    if begins[0] is None:  # a model that only goes on with texts does so from a token of any kind
         start = llm.tokenizer.bos_token_id
-        starts = [start if start is not None else seed % llm.target.vocab_size for seed in seeds]
-        return [Source([first], None, "") for first in starts]
+        first = [] if start is None else [start]
+        return [Source([*first, seed % llm.target.vocab_size], None, "") for seed in seeds]
     prompts = [begin or [i for i in (llm.tokenizer.bos_token_id,) if i is not None] for begin in begins]
     limit = min(recipe.max_question_tokens, llm.max_model_len - max(map(len, prompts)) - 1)
     if not all(prompts) or limit < 1:
@@ -346,6 +347,10 @@ class Plan:
     taps: tuple[int, ...]
     sources: dict[str, list[Source]] | None
     """None where the target asks itself."""
+    around: int = 2
+    """Tokens that a chat template puts around a question."""
+    context: int = 1 << 30
+    """Most tokens of a text."""
 
     @classmethod
     def of(cls, llm: Any, recipe: Recipe, taps: Sequence[int]) -> "Plan":
@@ -359,9 +364,10 @@ class Plan:
             return (HELD_OUT, *(f"group-{i:05}" for i in range(-(-count // recipe.group_size))))
 
         if recipe.data == "self":
-            return cls(recipe, named(recipe.num_samples), tuple(taps), None)
+            around = len(llm.chat_ids([{"role": "user", "content": "?"}])) if llm.tokenizer.chat_template else 2
+            return cls(recipe, named(recipe.num_samples), tuple(taps), None, around, llm.max_model_len)
         found = read_jsonl(Path(recipe.data), llm, recipe)
-        generator = torch.Generator().manual_seed(recipe.seed)
+        generator = torch.Generator().manual_seed(seed_of(recipe.seed, "file"))
         order = torch.randperm(len(found), generator=generator).tolist()
         kept = min(recipe.held_out, len(found) // 2)
         if not kept:
@@ -389,8 +395,8 @@ class Plan:
         if self.sources is not None:
             more = 0 if self.recipe.answers == "given" else self.recipe.max_tokens
             return sum(len(source.ids) + more for own in self.sources.values() for source in own)
-        longest = self.recipe.max_question_tokens + self.recipe.max_tokens + 32
-        return (self.recipe.num_samples + self.recipe.held_out) * longest
+        longest = self.around + self.recipe.max_question_tokens + self.recipe.max_tokens
+        return (self.recipe.num_samples + self.recipe.held_out) * min(longest, self.context)
 
     def make(self, llm: Any, name: str, folder: Path) -> int:
         """Make a group and write it; how many texts it came to.
@@ -444,8 +450,16 @@ class Folder:
         about = self.path / "about.json"
         wanted = {"key": recipe.data_key(), "taps": sorted(taps), "target": identity(target)}
         self.path.mkdir(parents=True, exist_ok=True)
-        sweep(self.path)
-        if not about.exists() or not any(self.path.glob("*.safetensors")):
+        groups = [file.name for file in self.path.glob("*.safetensors")]
+        others = [
+            f.name for f in self.path.iterdir() if f.name not in (*groups, "about.json", LOCK) and f.name[0] != "."
+        ]
+        if others or (groups and not about.exists()):
+            what = (
+                f"other things ({', '.join(sorted(others)[:4])})" if others else "groups, and no about.json beside them"
+            )
+            raise BadRequest(f"{self.path} holds {what}; give a new folder for the data")
+        if not about.exists():
             write_atomically(about, json.dumps(wanted) + "\n")
             return tuple(sorted(taps))
         try:
@@ -453,6 +467,9 @@ class Folder:
             key, model, there = known["key"], known["target"], tuple(known["taps"])
         except (ValueError, KeyError, TypeError) as error:
             raise BadRequest(f"{about} says nothing that can be read; take another folder for the data") from error
+        if not groups and known != wanted:  # nothing was made yet
+            write_atomically(about, json.dumps(wanted) + "\n")
+            return tuple(sorted(taps))
         if key != wanted["key"]:
             raise BadRequest(
                 f"{self.path} holds data of another recipe (model, questions, lengths, temperature or seed differ); "

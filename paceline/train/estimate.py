@@ -82,7 +82,7 @@ def estimate(llm: Any, recipe: Recipe) -> Estimate:
     shape = max(1, recipe.batch_tokens // length), length
     noise = torch.Generator().manual_seed(0)
     states = {tap: torch.randn(*shape, width, generator=noise).to(target.device, target.dtype) for tap in {*taps, last}}
-    some = torch.randint(0, int(size or target.vocab_size) if ids is None else len(ids), shape, generator=noise)
+    some = torch.randint(0, int(target.vocab_size) if ids is None else len(ids), shape, generator=noise)
     some = some.to(target.device)
     batch = Batch(
         some, torch.ones_like(some, dtype=torch.bool), torch.cat([states[t] for t in taps], -1), states[last], some

@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -34,7 +33,7 @@ from paceline.draft.losses import Batch, Mix
 from paceline.draft.medusa import Heads, Medusa
 from paceline.errors import BadRequest, CorruptWeights, PacelineError
 from paceline.files import sweep, whole, write_atomically
-from paceline.formats import Head
+from paceline.formats import Head, read_head
 from paceline.formats.export import export
 from paceline.formats.head import MedusaSettings
 from paceline.kernels.machine import identity
@@ -42,7 +41,7 @@ from paceline.output import Stats, combined
 from paceline.progress import human
 from paceline.sampling import SamplingParams
 from paceline.train import report
-from paceline.train.data import HELD_OUT, Folder, Plan, Seen, Texts, batches, commonest, make_all, room
+from paceline.train.data import HELD_OUT, LOCK, Folder, Plan, Seen, Texts, batches, commonest, make_all, room
 from paceline.train.estimate import data_bytes
 from paceline.train.fresh import fresh, taps_of
 from paceline.train.recipe import Recipe, seed_of
@@ -102,13 +101,22 @@ def train(
     end = math.inf if minutes is None else time.monotonic() + 60.0 * minutes
     if recipe.data != "self":
         recipe = replace(recipe, data_sha256=_hash(Path(recipe.data)))
-    with _lock(folder):
-        try:
-            return _Training(llm, recipe, folder, data_folder or folder / "work" / "data", end, progress, say).run()
-        except OSError as error:
-            raise PacelineError(
-                f"cannot go on in {folder}: {error}; what was reached is kept: mend that and run the same command again"
-            ) from error
+    data_folder = data_folder or folder / "work" / "data"
+    check_folder(folder, recipe, data_folder)
+    if recipe.init is not None:
+        read_head(recipe.init)  # before hours of data, not behind them
+    training = _Training(llm, recipe, folder, data_folder, end, progress, say)
+    try:
+        with _lock(folder / "work", training.world):
+            sweep(
+                folder, "recipe.json", "config.json", "model.safetensors", "metrics.jsonl", "training.png", "README.md"
+            )
+            sweep(folder / "work", training.checkpoint.name)
+            return training.run()
+    except OSError as error:
+        raise PacelineError(
+            f"cannot go on in {folder}: {error}; what was reached is kept: mend that and run the same command again"
+        ) from error
 
 
 def _hash(path: Path) -> str:
@@ -119,22 +127,46 @@ def _hash(path: Path) -> str:
 
 
 @contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """This folder for this process and those that work with it."""
+def _lock(folder: Path, world: World) -> Iterator[None]:
+    """A folder for this process and those that work with it."""
     try:
-        (folder / "work").mkdir(parents=True, exist_ok=True)
-        file = (folder / "work" / "lock").open("w")
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a")
     except OSError as error:
         raise BadRequest(f"cannot write to {folder}: {error.strerror or error}; give another folder") from error
     with file:
-        if int(os.environ.get("RANK", "0")) == 0:
+        if world.is_main:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise BadRequest(f"another training runs in {folder}; wait for it, or give another folder") from error
-            for place in (folder, folder / "work"):
-                sweep(place)
         yield
+
+
+def check_folder(folder: Path, recipe: Recipe, data_folder: Path) -> None:
+    """Passes for a folder that is new, or holds a training by the same recipe.
+
+    Raises:
+        BadRequest: it holds something else.
+    """
+    path = folder / "recipe.json"
+    if path.exists():
+        if different := recipe.different(Recipe.read(path)):
+            raise BadRequest(
+                f"{folder} holds a training by another recipe ({'; '.join(different)}); give the same one to go on "
+                "with it, or another folder"
+            )
+        return
+    if folder.exists() and not folder.is_dir():
+        raise BadRequest(f"{folder} is a file; a head is written to a folder: give another name")
+    ours = ("work", *([data_folder.name] if data_folder.parent == folder else []))
+    others = sorted(file.name for file in folder.iterdir() if file.name not in ours) if folder.exists() else []
+    others = [name for name in others if not name.startswith(".recipe.json.")]
+    if others:
+        raise BadRequest(
+            f"{folder} holds other things ({', '.join(others[:4])}); give a new folder, or one of a "
+            "training to go on with"
+        )
 
 
 @dataclass
@@ -168,12 +200,24 @@ class _Training:
 
     def run(self) -> Outcome:
         """See `train`."""
-        self._check_folder()
         taps = taps_of(self.recipe, self.llm.target)
         self.last = int(self.llm.target.num_layers)
         plan = Plan.of(self.llm, self.recipe, sorted({*taps, self.last}))
+        with _lock(self.data.path, self.world) if self.data.path.parent != self.folder / "work" else nullcontext():
+            if not self._made(plan):
+                return Outcome(self.folder, False, 0, None)
+        seen = Seen()
+        held, texts = Texts(self.data.path, [HELD_OUT], seen), Texts(self.data.path, plan.names[1:], seen)
+        self._check_texts(held, texts)
+        self.taps, self.texts, self.held = taps, texts, held
+        self._begin()
+        return self._epochs()
+
+    def _made(self, plan: Plan) -> bool:
+        """All groups are there; False where it was time to stop before."""
         if self.world.is_main:
             self.data.open(self.recipe, plan.taps, self.llm.target)
+            sweep(self.data.path, "about.json", "*.safetensors")
         self.world.wait()
         plan = replace(plan, taps=self.data.open(self.recipe, plan.taps, self.llm.target))
         if self.world.is_main:
@@ -182,33 +226,11 @@ class _Training:
         is_made = make_all(
             self.llm, plan, self.data, plan.names[self.world.rank :: self.world.size], self.tick, self._is_late
         )
-        if self.world.any(not is_made):
-            return Outcome(self.folder, False, 0, None)
+        late = self.world.any(not is_made)
         self.world.wait()
-        seen = Seen()
-        held, texts = Texts(self.data.path, [HELD_OUT], seen), Texts(self.data.path, plan.names[1:], seen)
-        self._check_texts(held, texts)
-        self.taps, self.texts, self.held = taps, texts, held
-        self._begin()
-        return self._epochs()
+        return not late
 
     # -- before the first step ---------------------------------------------------------------------------------
-
-    def _check_folder(self) -> None:
-        path = self.folder / "recipe.json"
-        if path.exists():
-            if different := self.recipe.different(Recipe.read(path)):
-                raise BadRequest(
-                    f"{self.folder} holds a training by another recipe ({'; '.join(different)}); give the same one to "
-                    "go on with it, or another folder"
-                )
-        elif self.world.is_main:
-            others = sorted(file.name for file in self.folder.iterdir() if file.name != "work" and file.name[0] != ".")
-            if others:
-                raise BadRequest(
-                    f"{self.folder} holds other things ({', '.join(others[:4])}); give a new folder, or one of a "
-                    "training to go on with"
-                )
 
     def _check_room(self, plan: Plan) -> None:
         missing = sum(plan.count(name) for name in plan.names if not self.data.has(name))
@@ -225,9 +247,11 @@ class _Training:
 
     def _check_texts(self, held: Texts, texts: Texts) -> None:
         if not len(texts) or not texts.num_learnt:
-            raise BadRequest("there is nothing to learn: the target wrote no answer that could be used")
+            raise BadRequest(
+                "there is nothing to learn: no answer could be used, or all questions are nearly those held out"
+            )
         if not len(held):
-            raise BadRequest("there is nothing to measure on: the target wrote no question that could be used")
+            raise BadRequest("there is nothing to measure on: no held-out question could be used")
         dropped = f", {texts.num_dropped} dropped that were nearly the same as others" if texts.num_dropped else ""
         self.say(f"{len(texts)} texts of {sum(texts.lengths):,} tokens, {texts.num_learnt:,} of them learnt{dropped}")
 
@@ -434,7 +458,11 @@ class _Training:
             for key in ("exp_avg", "exp_avg_sq", "step"):
                 if key in moments:
                     tensors[f"{key}.{name}"] = moments[key].detach().cpu()
-        _save_file(self.checkpoint, tensors, {"at": json.dumps(vars(self.at)), "target": identity(self.llm.target)})
+        _save_file(
+            self.checkpoint,
+            tensors,
+            {"at": json.dumps(vars(self.at)), "target": identity(self.llm.target), "recipe": self._recipe_text()},
+        )
 
     def _saved(self, head: Head) -> dict[str, Tensor] | None:
         if not self.checkpoint.exists():
@@ -444,7 +472,7 @@ class _Training:
             opened: Any = safe_open(self.checkpoint, "pt")
             with opened as file:
                 about = file.metadata() or {}
-                self.at, whose = _Progress(**json.loads(about["at"])), about["target"]
+                self.at, whose = _Progress(**json.loads(about["at"])), (about["target"], about["recipe"])
                 found = {name: file.get_tensor(name) for name in list(file.keys())}
         except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
             raise CorruptWeights(
@@ -452,13 +480,18 @@ class _Training:
                 "new folder"
             ) from error
         shapes = {name.removeprefix("head."): t.shape for name, t in found.items() if name.startswith("head.")}
-        if whose != identity(self.llm.target) or shapes != {name: t.shape for name, t in head.tensors.items()}:
+        if whose != (identity(self.llm.target), self._recipe_text()) or shapes != {
+            name: t.shape for name, t in head.tensors.items()
+        }:
             raise BadRequest(
-                f"{self.checkpoint} is of a head for another target, or for this one in another dtype; take a new "
-                "folder, or the target that it was begun for"
+                f"{self.checkpoint} is of a training by another recipe, or for another target or dtype; take a new "
+                "folder, or delete it to begin anew"
             )
         self._cut_notes(self.at.step)
         return found
+
+    def _recipe_text(self) -> str:
+        return json.dumps(self.recipe.to_dict(), sort_keys=True)
 
     def _restore(self, saved: dict[str, Tensor]) -> None:
         for name, parameter in self.parameters.items():
@@ -478,7 +511,11 @@ class _Training:
         path = self.folder / "metrics.jsonl"
         if not self.world.is_main or not path.exists():
             return
-        kept = [line for line in path.read_text(encoding="utf-8").splitlines() if step and self._is_before(line)]
+        kept = [
+            line
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
+            if step and self._is_before(line)
+        ]
         write_atomically(path, "".join(f"{line}\n" for line in kept))
 
     def _is_before(self, line: str) -> bool:

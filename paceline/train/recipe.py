@@ -95,6 +95,8 @@ class Recipe:
         for name, value in USUAL[self.method].items():
             if getattr(self, name) < 0:
                 object.__setattr__(self, name, value)
+        if isinstance(self.layer_ids, list):
+            object.__setattr__(self, "layer_ids", tuple(self.layer_ids))
         if self.answers not in ANSWERS:
             raise BadRequest(f"answers={self.answers!r} was given; choose from {ANSWERS}")
         for name in ("num_samples", "max_tokens", "max_question_tokens", "group_size", "num_rows", "held_out"):

@@ -19,7 +19,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     found = []
     try:
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 found.append(json.loads(line))
             except ValueError:
