@@ -850,8 +850,14 @@ def train(
     if dry_run:
         print(estimate(llm, recipe))
         return
-    with stages() as progress:
-        found = run_training(llm, recipe, output, data_folder=data_folder, minutes=minutes, progress=progress, say=note)
+    try:
+        with stages() as progress:
+            found = run_training(
+                llm, recipe, output, data_folder=data_folder, minutes=minutes, progress=progress, say=note
+            )
+    except KeyboardInterrupt:
+        note("stopped; the same command goes on from the last group of texts, or the last checkpoint")
+        raise
     length = "" if found.acceptance_length is None else f", {found.acceptance_length:.2f} tokens per pass"
     if not found.is_finished:
         print(f"{output}: stopped after {found.epochs} epochs{length}; the same command goes on")

@@ -65,7 +65,7 @@ def stages() -> Iterator[Callable[[str, int, int], None]]:
 def _lines(label: str, total: int, unit: str | None) -> Callable[[int], None]:
     """A line at the start and at every quarter."""
     begun, shown = time.monotonic(), -1
-    first = 0 if unit else -1  # what an earlier run has left of a download does not count towards the speed
+    first = -1  # what was there at the first tick, as of an earlier download, does not count towards the speed
 
     def tick(done: int) -> None:
         nonlocal first, shown

@@ -395,6 +395,25 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str, why: str) 
         read_plan(path)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda held: held.update(machine={}), "paceline None, and here it is"),
+        (lambda held: held["choices"][held["chosen"]]["config"].update(method="suffx"), "suffx"),
+        (lambda held: held["choices"][held["chosen"]]["config"].update(surprise=1), "has the key 'surprise'"),
+        (lambda held: held["choices"][held["chosen"]]["config"].pop("method"), "has no method"),
+        (lambda held: held.update(rows=10**30), "its cost curve is none"),
+        (lambda held: held.update(cost_curve=[[1, float("nan")]]), "its cost curve is none"),
+    ],
+)
+def test_a_damaged_plan_is_refused(llm: LLM, written: Path, change: Callable[[Any], Any], words: str) -> None:
+    held = json.loads(written.read_text())
+    change(held)
+    written.write_text(json.dumps(held))
+    with pytest.raises(BadRequest, match=words):
+        llm.generate("one two", speculative_config={"method": "auto", "plan": str(written)})
+
+
 def test_no_file_no_plan(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="No such file or directory; make one"):
         SpeculativeConfig.read({"plan": str(tmp_path / "none.json")})

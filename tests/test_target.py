@@ -13,6 +13,7 @@ from torch import Tensor
 
 import paceline.target
 from paceline.cache import KVCache
+from paceline.draft.modules import scored, unembedding
 from paceline.errors import UnsupportedModel
 from paceline.target import HFTarget
 from paceline.tree import Rider, TokenTree, stack
@@ -215,6 +216,34 @@ def test_embed_and_unembed(arch: str) -> None:
     states = hidden_of(model, CHAIN)
     assert_close(target.embed(torch.tensor(CHAIN)), states[0][0])
     assert_close(target.unembed(states[-1][0]), logits_of(model, CHAIN))  # the last state is behind the norm
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [
+        ("Granite", {"logits_scaling": 8.0}),
+        ("Cohere", {"logit_scale": 0.0625}),
+        ("Gemma2", {"final_logit_softcapping": 5.0, "attn_logit_softcapping": None, "head_dim": 12}),
+    ],
+)
+def test_logits_are_finished_as_the_family_does(kind: str, own: dict[str, Any]) -> None:
+    """What heads and their training take for the target's law is the target's law."""
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=oracles.VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=None, bos_token_id=None, eos_token_id=None, **own,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
+    with torch.no_grad():
+        out = made(torch.tensor([CHAIN]), output_hidden_states=True)
+    last, wanted = out.hidden_states[-1][0], out.logits[0]
+    target = HFTarget(made)
+    assert torch.allclose(target.unembed(last), wanted, rtol=1e-6, atol=1e-8)
+    some = torch.tensor([3, 5, 8])
+    assert torch.allclose(unembedding(target, some)(last), wanted[:, some], rtol=1e-6, atol=1e-8)
+    last = last.clone().requires_grad_(True)
+    assert torch.allclose(scored(target, last), wanted, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

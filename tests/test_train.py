@@ -30,6 +30,7 @@ from paceline.draft.medusa import Heads
 from paceline.draft.self_check import DoubtfulHead
 from paceline.errors import BadRequest, PacelineError
 from paceline.formats import read_head, with_own, write_head
+from paceline.kernels.machine import identity
 from paceline.train import Recipe, loop, train
 from paceline.train import data as texts_of
 from paceline.train.data import HELD_OUT, Folder, Plan, Seen, Texts, batches, commonest, users_turn
@@ -431,6 +432,61 @@ def test_two_trainers_in_one_folder(llm: LLM, tmp_path: Path) -> None:
         train(llm, recipe(), tmp_path / "a")
 
 
+def test_nobody_elses_files_are_touched(llm: LLM, tmp_path: Path) -> None:
+    """Folders that hold something else are refused as they are, names that look like ours included."""
+    theirs = {".notes.20261130": "precious", "work/lock": "mine", "about.json": '{"my": "site"}'}
+    for which in ("out", "data"):
+        for name, text in theirs.items():
+            (tmp_path / which / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / which / name).write_text(text)
+    with pytest.raises(BadRequest, match="holds other things"):
+        train(llm, recipe(), tmp_path / "out")
+    with pytest.raises(BadRequest, match=r"holds other things|says nothing that can be read"):
+        train(llm, recipe(), tmp_path / "new", data_folder=tmp_path / "data")
+    for which in ("out", "data"):
+        for name, text in theirs.items():
+            assert (tmp_path / which / name).read_text() == text
+
+
+def test_a_head_to_begin_with_is_read_before_the_data_are_made(llm: LLM, tmp_path: Path) -> None:
+    with pytest.raises(PacelineError, match="no-such-head"):
+        train(llm, recipe(init=str(tmp_path / "no-such-head")), tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+def test_groups_whose_recipe_is_lost_are_nobodys(llm: LLM, tmp_path: Path) -> None:
+    train(llm, recipe(), tmp_path / "a", data_folder=tmp_path / "data")
+    (tmp_path / "data" / "about.json").unlink()
+    with pytest.raises(BadRequest, match=r"no about\.json beside them"):
+        train(llm, recipe(seed=9), tmp_path / "b", data_folder=tmp_path / "data")
+
+
+def test_a_checkpoint_is_of_its_recipe(llm: LLM, tmp_path: Path) -> None:
+    train(llm, recipe(), tmp_path / "a")
+    for file in (tmp_path / "a").iterdir():
+        if file.is_file():
+            file.unlink()
+    with pytest.raises(BadRequest, match="is of a training by another recipe"):
+        train(llm, recipe(loss="acceptance"), tmp_path / "a")
+
+
+def test_two_trainers_cannot_make_data_in_one_folder(llm: LLM, tmp_path: Path) -> None:
+    with loop._lock(tmp_path / "data", World()), pytest.raises(BadRequest, match="another training runs"):
+        train(llm, recipe(), tmp_path / "a", data_folder=tmp_path / "data")
+
+
+def test_a_model_with_other_weights_is_another_model(llm: LLM) -> None:
+    before = identity(llm.target)
+    weight = llm.target.model.model.layers[2].mlp.down_proj.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.add_(0.01)
+    assert identity(llm.target) != before
+    with torch.no_grad():
+        weight.copy_(kept)
+    assert identity(llm.target) == before
+
+
 def test_data_serve_several_heads(llm: LLM, tmp_path: Path) -> None:
     data = tmp_path / "data"
     train(llm, recipe("eagle3"), tmp_path / "a", data_folder=data)
@@ -460,7 +516,7 @@ def test_a_full_disk_loses_nothing(llm: LLM, tmp_path: Path, monkeypatch: pytest
     there = sorted(path.name for path in (tmp_path / "a" / "work" / "data").iterdir())
     assert there == ["about.json", "held-out.safetensors"]
     monkeypatch.setattr(loop, "save_file", full)
-    count[0] = 2 - 4  # two more groups and the first head, then the checkpoint
+    count[0] = 2 - 3  # two more groups, then the checkpoint
     with pytest.raises(PacelineError, match=r"cannot write .*checkpoint"):
         train(llm, recipe(), tmp_path / "a")
     monkeypatch.undo()

@@ -253,7 +253,10 @@ class _Training:
         if not len(held):
             raise BadRequest("there is nothing to measure on: no held-out question could be used")
         dropped = f", {texts.num_dropped} dropped that were nearly the same as others" if texts.num_dropped else ""
-        self.say(f"{len(texts)} texts of {sum(texts.lengths):,} tokens, {texts.num_learnt:,} of them learnt{dropped}")
+        self.say(
+            f"{len(texts)} texts of {sum(texts.lengths):,} tokens, of which {texts.num_learnt:,} are answers and learnt"
+            f"{dropped}; {len(held)} more are held out to measure on"
+        )
 
     def _ids(self) -> Int64[Tensor, "Vd"] | None:
         size, every = self.recipe.draft_vocab_size, int(self.llm.target.vocab_size)
@@ -307,6 +310,7 @@ class _Training:
                 if time.monotonic() - saved_at > SAVE_EVERY:
                     self._save()
                     saved_at = time.monotonic()
+            self._save()  # measuring takes its time, and a stop in the middle of it is no reason to train again
             self.at.epoch += 1
             if self.world.is_main:
                 self._measure(self.at.epoch)

@@ -95,7 +95,7 @@ tags: [speculative-decoding, {recipe.method}]
 
 # {kinds[recipe.method]} for {recipe.model}
 
-Drafts for that model in speculative decoding; what comes out is the model's own text, bit for bit.
+Drafts for that model in speculative decoding; what comes out is the model's own text.
 
     paceline generate {recipe.model} "..." --method {recipe.method} --draft-model FOLDER
 
