@@ -686,7 +686,7 @@ def test_what_is_read_is_what_is_drafted(taught_model: Path, tmp_path: Path, met
     params = SamplingParams(temperature=0.0, max_tokens=60)
     prompts = [held.prompt(i) for i in range(len(held))]
     llm.generate(prompts, params, speculative_config={"method": first, "num_speculative_tokens": 4})
-    assert first.number > 500
+    assert first.number > 300
     assert first.right / first.number == pytest.approx(best["held_out"]["right_0"], abs=0.005)
 
 
