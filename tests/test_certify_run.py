@@ -162,8 +162,10 @@ def test_ngram_is_lossless_layer_by_layer(llm: LLM, folder: Path, proved_before:
     assert certificate.environment["weights"] == str(folder)
 
 
-def test_the_json_is_whole_and_valid(llm: LLM, draft: Path, proved_before: Prove) -> None:
-    """And its numbers are those of the same texts written again."""
+def test_the_json_is_whole_and_valid(
+    llm: LLM, draft: Path, proved_before: Prove, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its numbers are those of the same texts written again, every guess verified."""
     proved_before("coupled")
     certificate = certified(llm, drafting(draft), method="mine")
     found = json.loads(certificate.to_json(), parse_constant=pytest.fail)
@@ -178,6 +180,7 @@ def test_the_json_is_whole_and_valid(llm: LLM, draft: Path, proved_before: Prove
         assert one["detail"]
         assert one["seconds"] >= 0.0
     assert sum(one["seconds"] for one in found["layers"]) <= found["seconds"]
+    monkeypatch.setattr(llm, "verify_all", True)
     outputs = [
         llm.generate([prompt.ids], SamplingParams(max_tokens=20, **how), speculative_config=drafting(draft))[0]
         for greedy, how in ((True, {"temperature": 0.0}), (False, {"temperature": SAMPLED, "seed": 7}))
