@@ -25,8 +25,14 @@ def note(text: str, progress: bool) -> None:
 
 
 @contextmanager
-def meter(label: str, total: int, progress: bool, unit: str | None = None) -> Iterator[Callable[[int], None]]:
-    """A function that takes how much is done so far and shows it with the time left: bytes, or the ``unit`` named."""
+def meter(
+    label: str, total: int, progress: bool, unit: str | None = None, late: bool = False
+) -> Iterator[Callable[[int], None]]:
+    """A function that takes how much is done so far and shows it with the time left: bytes, or the ``unit`` named.
+
+    Args:
+        late: it begins when something is done already, which took a time that nobody measured.
+    """
     if not progress:
         yield lambda done: None
     elif sys.stderr.isatty():
@@ -39,7 +45,7 @@ def meter(label: str, total: int, progress: bool, unit: str | None = None) -> It
             task = bar.add_task(label, total=total)
             yield lambda done: bar.update(task, completed=min(done, total))
     else:
-        yield _lines(label, total, unit)
+        yield _lines(label, total, unit, late)
 
 
 @contextmanager
@@ -52,7 +58,7 @@ def stages() -> Iterator[Callable[[str, int, int], None]]:
             open_one.pop()[1].close()
         if not open_one:
             stack = ExitStack()
-            open_one.append((stage.split()[0], stack, stack.enter_context(meter(stage, total, True, unit="steps"))))
+            open_one.append((stage.split()[0], stack, stack.enter_context(meter(stage, total, True, "steps", True))))
         open_one[0][2](done)
 
     try:
@@ -62,10 +68,11 @@ def stages() -> Iterator[Callable[[str, int, int], None]]:
             open_one.pop()[1].close()
 
 
-def _lines(label: str, total: int, unit: str | None) -> Callable[[int], None]:
+def _lines(label: str, total: int, unit: str | None, late: bool) -> Callable[[int], None]:
     """A line at the start and at every quarter."""
     begun, shown = time.monotonic(), -1
-    first = -1  # what was there at the first tick, as of an earlier download, does not count towards the speed
+    # What was there at the first tick, as of an earlier download, does not count towards the speed.
+    first = 0 if unit and not late else -1
 
     def tick(done: int) -> None:
         nonlocal first, shown

@@ -216,8 +216,9 @@ class SpeculativeConfig:
             raise BadRequest(f"{', '.join(beside)} given beside plan, which says that itself; leave one out")
         planned = read_plan(os.fspath(self.plan))
         unknown = [name for name in planned.settings if name not in {f.name for f in fields(self)}]
-        if unknown or not isinstance(planned.settings.get("method"), str):
-            what = f"the key {unknown[0]!r}" if unknown else "no method"
+        method = planned.settings.get("method")
+        if unknown or method not in METHODS:
+            what = f"the key {unknown[0]!r}" if unknown else "no method" if method is None else f"the method {method!r}"
             raise BadRequest(f"plan {planned.path} has {what} and is no plan of this version; make one again")
         for name, value in planned.settings.items():
             cap = getattr(self, name)
