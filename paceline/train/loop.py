@@ -4,8 +4,8 @@ Nothing depends on when a run was cut short: orders and noise come from the seed
 checkpoint holds weights and moments as they are. So a training that was killed and went on ends with the same head as
 one that was not.
 
-    DIR/recipe.json, metrics.jsonl, training.png, README.md, config.json and weights: the head that drafts best so far
-    DIR/work/data/…, DIR/work/checkpoint.safetensors: of no use once the training has ended
+In the folder of a head lie recipe.json, metrics.jsonl, training.png, README.md, and config.json and weights of the head
+that drafts best so far; in a folder below it, data and checkpoint, which are of no use once the training has ended.
 """
 
 import fcntl
