@@ -17,7 +17,6 @@ How a tree grows is `sketch.py`'s business, as for draft models; rows that run t
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from paceline.draft.costs import Costs
 from paceline.draft.losses import USUAL, Batch, Mix, judge, places_among, within
 from paceline.draft.medusa import check_layered
 from paceline.draft.model import CHUNK, FEW, DraftModel, Reading, _row, is_greedy, usable
-from paceline.draft.modules import Linear, Norm, scored, unembedding
+from paceline.draft.modules import Borrower, Linear, Norm, scored
 from paceline.draft.sketch import Growth, Place, Sketch
 from paceline.errors import BadRequest, IncompatibleDrafter
 from paceline.formats import Head, default_layer_ids
@@ -104,7 +103,7 @@ class Layer(nn.Module):
         return found
 
 
-class Network(nn.Module):
+class Network(Borrower):
     """An EAGLE head as a model that reads pairs.
 
     Args:
@@ -161,16 +160,6 @@ class Network(nn.Module):
         self.rotary = LlamaRotaryEmbedding(_rotary_config(settings)).to(device)
         for parameter in self.parameters():
             parameter.requires_grad_(False)
-
-    @property
-    def target(self) -> Any:
-        """Whom it drafts for."""
-        return self._target[0]
-
-    @cached_property
-    def teach(self) -> Any:
-        """The target's own logits over the ids that it scores."""
-        return unembedding(self.target, self.ids)
 
     @property
     def num_ids(self) -> int:

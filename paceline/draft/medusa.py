@@ -11,7 +11,7 @@ Nothing of the published *typical acceptance* is here: it changes the law of the
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from paceline.draft.costs import Costs
 from paceline.draft.hits import Hits
 from paceline.draft.losses import USUAL, Batch, Mix, judge, places_among, within
 from paceline.draft.model import RULES, is_greedy, usable
-from paceline.draft.modules import Linear, scored, unembedding
+from paceline.draft.modules import Borrower, Linear, scored, unembedding
 from paceline.errors import BadLogits, BadRequest, IncompatibleDrafter, check_whole, nearest
 from paceline.formats import Head
 from paceline.formats.head import MedusaSettings
@@ -37,7 +37,7 @@ LEAST = 0.005
 """A guess that is less likely to be kept is not worth a place in a pass."""
 
 
-class Heads(nn.Module):
+class Heads(Borrower):
     """The heads alone: from the target's last hidden states to laws over the ids that they score.
 
     Args:
@@ -71,16 +71,6 @@ class Heads(nn.Module):
         if not len(self.matrices):  # in a list, so that the target's rows are no part of this module either
             self._rows.append(partial(scored, target) if ids is None else unembedding(target, ids))
         self.num_ids = self.settings.draft_vocab_size
-
-    @property
-    def target(self) -> Any:
-        """Whom they draft for."""
-        return self._target[0]
-
-    @cached_property
-    def teach(self) -> Any:
-        """The target's own logits over the ids that the heads score."""
-        return unembedding(self.target, self.ids)
 
     @property
     def num_heads(self) -> int:

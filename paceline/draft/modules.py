@@ -1,6 +1,7 @@
 """Parts of heads, made around weights that were read: nothing is initialised, so no random number is drawn."""
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -62,3 +63,21 @@ def _vocabulary(target: Any) -> tuple[Tensor, Tensor | None]:
     layer = target.model.get_output_embeddings()
     bias = getattr(layer, "bias", None)
     return layer.weight.detach(), None if bias is None else bias.detach()
+
+
+class Borrower(nn.Module):
+    """A head that borrows from its target, which is no part of it: kept in a list, out of its parameters' sight."""
+
+    _target: list[Any]
+    ids: Int64[Tensor, "Vd"] | None
+    """The target's ids that it scores; None where these are all."""
+
+    @property
+    def target(self) -> Any:
+        """Whom it drafts for."""
+        return self._target[0]
+
+    @cached_property
+    def teach(self) -> Any:
+        """The target's own logits over the ids that it scores."""
+        return unembedding(self.target, self.ids)
